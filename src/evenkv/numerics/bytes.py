@@ -39,7 +39,7 @@ def kv_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 def problem_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
     """Bytes that one call must move: inputs read once, output and lse written once.
 
-    Counts q, K and V of the listed tokens, kv_indptr, the listed kv_indices, kv_last_page_len, per-head scales,
+    Counts q, K and V of the listed tokens, kv_indptr, listed kv_indices, kv_last_page_len, per-head scales,
     output and lse; `sm_scale` travels with the launch and is not counted.
     """
     lengths = _checked(lengths)

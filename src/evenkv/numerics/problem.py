@@ -75,7 +75,7 @@ class Problem:
         return replace(self, tensors={**self.tensors, **changes})
 
     def empty_outputs(self, poison: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output bf16 `[batch, num_qo_heads, head_dim]`, lse float32 `[batch, num_qo_heads]`; NaN by default."""
+        """Output bf16 `[batch, num_qo_heads, head_dim]` and lse float32 `[batch, num_qo_heads]`, all NaN."""
         shape = (self.batch_size, self.spec.num_qo_heads, self.spec.head_dim)
         output = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         lse = torch.empty(shape[:2], dtype=torch.float32, device=self.device)
@@ -189,7 +189,7 @@ def _draw_caches(
 
 
 def poison(cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write NaN into a cache `[num_pages, page_size, ...]` where bool `slots` `[num_pages, page_size]` is set."""
+    """Write NaN into a cache `[num_pages, page_size, ...]` where `slots` `[num_pages, page_size]` is True."""
     if cache.dtype.itemsize == 1:
         cache.view(torch.uint8)[slots] = _FP8_NAN
     else:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from evenkv.errors import EvenkvError
 
-# Root mean square of one rounding's relative error, over mantissas that are spread evenly: 0.43 of the largest
-# (2^-8 and 2^-11), here taken as one half. Norms over head_dim elements average, so it is the rms that counts.
+# Root mean square of one rounding's relative error, over evenly spread mantissas: 0.43 of the largest (2^-8
+# and 2^-11), taken as one half. Norms over head_dim elements average, so it is the rms that counts.
 _BF16_ROUNDING = 2.0**-9
 _FP16_ROUNDING = 2.0**-12
 
@@ -18,15 +18,16 @@ class Tolerance:
     """Limits of one (cache dtype, output dtype) pair.
 
     `output` bounds the norm-relative error ||out - ref|| / ||ref|| of every request: relative, because
-    outputs shrink as 1 / sqrt(length) and a fixed bound passes zeros on long contexts. `lse` is absolute, base 2.
+    outputs shrink as 1 / sqrt(length) and a fixed bound passes zeros on long contexts. `lse` is absolute,
+    in base 2.
     """
 
     output: float
     lse: float
 
 
-# A row sum of probabilities that were rounded to bf16 for the second product: two tokens are the worst case, where
-# the largest probability is exact and the other is off by 2^-8 of at most half the sum.
+# A row sum of probabilities that were rounded to bf16 for the second product: two tokens are the worst case,
+# where the largest probability is exact and the other is off by 2^-8 of at most half the sum.
 _LSE = 2.0**-9 * math.log2(math.e)
 
 # Output limits count the roundings that a right kernel may make, added up as if they all went the same way.
