@@ -12,9 +12,7 @@ from evenkv.errors import EvenkvError
 
 SEED_DEFINITION = "gqa_paged_decode_h5_kv1_d128_ps1"
 
-_NAME = re.compile(
-    r"gqa_paged_decode(?P<fp8>_fp8)?_h(?P<h>\d+)_kv(?P<kv>\d+)_d(?P<d>\d+)_ps(?P<ps>\d+)"
-)
+_NAME = re.compile(r"gqa_paged_decode(?P<fp8>_fp8)?_h(?P<h>\d+)_kv(?P<kv>\d+)_d(?P<d>\d+)_ps(?P<ps>\d+)")
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,7 @@ class DecodeSpec:
     def short_name(self) -> str:
         """The name without its common prefix, `[fp8_]h5_kv1_d128_ps1`: unique within the family."""
         prefix = "fp8_" if self.is_fp8 else ""
-        return (
-            f"{prefix}h{self.num_qo_heads}_kv{self.num_kv_heads}"
-            f"_d{self.head_dim}_ps{self.page_size}"
-        )
+        return f"{prefix}h{self.num_qo_heads}_kv{self.num_kv_heads}_d{self.head_dim}_ps{self.page_size}"
 
     @property
     def name(self) -> str:
@@ -103,7 +98,7 @@ _GEOMETRIES: tuple[tuple[tuple[int, int, int], tuple[int, ...], tuple[tuple[str,
     ((40, 8, 128), (16,), (("llama-4-scout-17b-16e", 1), ("qwen3-14b", 1))),
     ((64, 8, 128), (16,), (("llama-3.1-70b", 1), ("qwen3-32b", 1))),
     ((16, 2, 64), (16,), (("gpt-oss-120b", 4),)),
-    ((16, 4, 256), (16,), ()),
+    ((16, 4, 256), (16,), (("qwen3.5-9b", 1),)),
 )
 
 _FP8_GEOMETRIES: tuple[tuple[tuple[int, int, int], tuple[int, ...]], ...] = (
@@ -117,9 +112,7 @@ _FP8_GEOMETRIES: tuple[tuple[tuple[int, int, int], tuple[int, ...]], ...] = (
 def _family() -> tuple[DecodeSpec, ...]:
     models = {geometry: names for geometry, _, names in _GEOMETRIES}
     specs = [DecodeSpec(*g, ps, "bfloat16", names) for g, sizes, names in _GEOMETRIES for ps in sizes]
-    specs += [
-        DecodeSpec(*g, ps, "float8_e4m3fn", models[g]) for g, sizes in _FP8_GEOMETRIES for ps in sizes
-    ]
+    specs += [DecodeSpec(*g, ps, "float8_e4m3fn", models[g]) for g, sizes in _FP8_GEOMETRIES for ps in sizes]
     return tuple(specs)
 
 
