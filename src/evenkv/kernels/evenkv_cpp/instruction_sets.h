@@ -34,7 +34,6 @@ constexpr int known_group_size() {
 namespace baseline {  // SSE2 on x86-64, NEON on aarch64
 #define EVENKV_LANES 4
 #include "attend.h"
-#include "convert.h"
 #undef EVENKV_LANES
 }  // namespace baseline
 
@@ -47,7 +46,6 @@ namespace baseline {  // SSE2 on x86-64, NEON on aarch64
 namespace avx2 {
 #define EVENKV_LANES 8
 #include "attend.h"
-#include "convert.h"
 #undef EVENKV_LANES
 }  // namespace avx2
 #pragma GCC pop_options
@@ -57,7 +55,6 @@ namespace avx2 {
 namespace avx512 {
 #define EVENKV_LANES 16
 #include "attend.h"
-#include "convert.h"
 #undef EVENKV_LANES
 }  // namespace avx512
 #pragma GCC pop_options
