@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
+from flashinfer_bench.compile.utils import write_sources_to_path
 from pack_fixtures import make_folder, manifest
+from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path
 
 from evenkv.errors import EvenkvError
 from evenkv.library import toolchain
 from evenkv.pack.compile import ARCHS, compile_check, compile_units, parse_ptxas
 from evenkv.pack.manifest import load_kernel, load_kernels
+from evenkv.pack.render import pack_solution
 from evenkv.paths import find_repository
 from evenkv.spec.family import FAMILY, DecodeSpec, parse_name
 
@@ -197,3 +201,20 @@ def test_every_definition_has_a_device_compilation():
     kernels = load_kernels(find_repository())
     covered = {name for unit in compile_units(kernels, FAMILY) for name in unit.specs}
     assert covered == {spec.name for spec in FAMILY}
+
+
+@pytest.mark.parametrize("name", CHOSEN[:2])
+def test_bindings_of_cuda_kernels_compile_with_upstreams_flags(name, tmp_path):
+    # flashinfer-bench gives C++ files no CUDA include path, so a binding must do without its headers.
+    kernels = [k for k in load_kernels(find_repository()) if k.manifest.language == "cuda"]
+    checked = 0
+    for kernel in kernels:
+        folder = tmp_path / kernel.name
+        for path in write_sources_to_path(folder, pack_solution(kernel, parse_name(name)).sources):
+            if path.suffix == ".cpp":
+                command = [str(toolchain.find_cxx()), *toolchain.CXX_FLAGS, "-fsyntax-only"]
+                command += [f"-I{d}" for d in (folder, find_include_path(), find_dlpack_include_path())]
+                ran = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=120)
+                assert ran.returncode == 0, ran.stderr
+                checked += 1
+    assert checked
