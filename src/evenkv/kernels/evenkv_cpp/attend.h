@@ -5,6 +5,8 @@
 // are fetched meanwhile; then its probabilities, then its V rows meet all heads. So K and V are read from
 // memory once.
 
+#include "convert.h"
+
 // Row addresses of one tile.
 template <class Element>
 struct TileRows {
@@ -163,18 +165,20 @@ void attend_chunk_of(const Arguments& a, const Chunk& chunk, int kv_head, Worksp
 
 inline void attend_chunk(const Arguments& a, const Chunk& chunk, int kv_head, Workspace& work,
                          Partial partial) {
-  constexpr int kKnown = EVENKV_KV_DTYPE;
-  if constexpr (kKnown == 0 || kKnown == static_cast<int>(CacheDtype::kBFloat16)) {
-    if (a.cache_dtype == CacheDtype::kBFloat16) attend_chunk_of<BFloat16>(a, chunk, kv_head, work, partial);
-  }
-  if constexpr (kKnown == 0 || kKnown == static_cast<int>(CacheDtype::kFloat8E4M3)) {
-    if (a.cache_dtype == CacheDtype::kFloat8E4M3) {
-      attend_chunk_of<Float8E4M3>(a, chunk, kv_head, work, partial);
-    }
-  }
-  if constexpr (kKnown == 0 || kKnown == static_cast<int>(CacheDtype::kFloat8E5M2)) {
-    if (a.cache_dtype == CacheDtype::kFloat8E5M2) {
-      attend_chunk_of<Float8E5M2>(a, chunk, kv_head, work, partial);
-    }
+  switch (a.cache_dtype) {  // one case is compiled, all of them where the definition leaves the dtype open
+#if EVENKV_KV_DTYPE == 0 || EVENKV_KV_DTYPE == 1
+    case CacheDtype::kBFloat16:
+      return attend_chunk_of<BFloat16>(a, chunk, kv_head, work, partial);
+#endif
+#if EVENKV_KV_DTYPE == 0 || EVENKV_KV_DTYPE == 2
+    case CacheDtype::kFloat8E4M3:
+      return attend_chunk_of<Float8E4M3>(a, chunk, kv_head, work, partial);
+#endif
+#if EVENKV_KV_DTYPE == 0 || EVENKV_KV_DTYPE == 3
+    case CacheDtype::kFloat8E5M2:
+      return attend_chunk_of<Float8E5M2>(a, chunk, kv_head, work, partial);
+#endif
+    default:
+      return;  // refused by the checks
   }
 }
