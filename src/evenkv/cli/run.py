@@ -1,0 +1,211 @@
+"""`evenkv run`: evaluate the package here, on the GPU or as far as a CPU can."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from evenkv.cli.output import print_json, progress_bar, stderr, stdout
+from evenkv.evaluate.load import Case, kernel_of, load_package, select_cases
+from evenkv.paths import Repository, find_repository
+
+Lengths = Mapping[tuple[str, str], Sequence[int]]
+
+
+def run(
+    definitions: Annotated[
+        list[str] | None, typer.Option(help="Definitions to run, one or more; all if not given.")
+    ] = None,
+    solutions: Annotated[
+        list[str] | None, typer.Option(help="Solutions or kernels (evenkv_cuda) to run, one or more.")
+    ] = None,
+    workloads: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many workloads of each definition.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Skip what this GPU has evaluated with the same solution.")
+    ] = False,
+    warmup_runs: Annotated[int, typer.Option(min=0, help="Warmup calls before timing.")] = 10,
+    iterations: Annotated[int, typer.Option(min=1, help="Timed calls of each trial.")] = 50,
+    num_trials: Annotated[int, typer.Option(min=1, help="Trials, each with new inputs.")] = 3,
+    timeout: Annotated[int, typer.Option(min=1, help="Seconds for one solution on one workload.")] = 300,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.0, help="Stop cleanly after so many minutes.")
+    ] = None,
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Write GPU traces to traces/.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Evaluate the package: on a GPU through flashinfer-bench, without one as far as a CPU can."""
+    repository = find_repository()
+    with progress_bar() as show:
+        show("reading the package", 0.0)
+        package = load_package(repository)
+        cases = select_cases(package, definitions or [], solutions or [], workloads)
+        lengths = _check_workloads(cases, repository, show)
+    import torch
+
+    started = time.monotonic()
+    if not torch.cuda.is_available():
+        _on_cpu(cases, lengths, repository, None if minutes is None else 60 * minutes, as_json)
+        return
+    from flashinfer_bench.bench import BenchmarkConfig
+
+    from evenkv.evaluate import builds
+
+    builds.use_keyed_cache(for_gpu=True)
+    config = BenchmarkConfig(
+        warmup_runs=warmup_runs, iterations=iterations, num_trials=num_trials, timeout_seconds=timeout
+    )
+    deadline = None if minutes is None else started + 60 * minutes
+    _on_gpu(cases, lengths, repository, config, deadline, resume, save, as_json)
+
+
+def _check_workloads(cases: Sequence[Case], repository: Repository, show: Any) -> Lengths:
+    from evenkv.evaluate.validate import request_lengths
+
+    lengths = {}
+    for number, case in enumerate(cases):
+        show(f"checking {case.definition.name}", number / len(cases))
+        found = request_lengths(case.definition, case.workload, repository.root)
+        lengths[case.definition.name, case.workload.uuid] = found
+    return lengths
+
+
+def _on_cpu(
+    cases: Sequence[Case], lengths: Lengths, repository: Repository, budget_s: float | None, as_json: bool
+) -> None:
+    from evenkv.evaluate.cpu import evaluate_on_cpu
+    from evenkv.evaluate.table import compile_table, cpu_table
+    from evenkv.pack.manifest import load_kernels
+
+    chosen = {kernel_of(solution) for case in cases for solution in case.solutions}
+    kernels = [kernel for kernel in load_kernels(repository) if kernel.name in chosen]
+    with progress_bar() as show:
+        report = evaluate_on_cpu(cases, lengths, kernels, repository.root, budget_s, show)
+    failed = [asdict(r) for r in report.results if r.status != "PASSED"]
+    if as_json:
+        compiled = [
+            {
+                "kernel": c.kernel,
+                "source": c.source,
+                "definitions": c.specs,
+                "target": c.arch,
+                "ok": c.ok,
+                "registers": c.registers,
+                "spilled_bytes": c.spill_stores + c.spill_loads,
+            }
+            for c in report.compiled
+        ]
+        print_json(
+            {
+                "mode": "cpu",
+                "ok": report.ok,
+                "results": [asdict(r) for r in report.results],
+                "compiled": compiled,
+                "left_out": [{"what": what, "why": why} for what, why in report.left_out],
+                "traces": [],
+            }
+        )
+    else:
+        stdout.print("No CUDA GPU: correctness on the CPU, no traces. CPU times say nothing about a GPU.")
+        if report.results:
+            stdout.print(cpu_table(report))
+        if report.compiled:
+            stdout.print(compile_table(report))
+        counts = Counter(result.status for result in report.results)
+        stdout.print(
+            f"{len(report.results)} evaluations: "
+            + (", ".join(f"{count} {status}" for status, count in counts.items()) or "none")
+            + f"; {sum(c.ok for c in report.compiled)} of {len(report.compiled)} CUDA compilations ok."
+        )
+        for what, why in report.left_out:
+            stdout.print(f"Left out: {what}: {why}.", soft_wrap=True)
+        for result in failed:
+            stderr.print(f"{result['status']}: {result['solution']} on {result['workload']}", soft_wrap=True)
+            for fault in result["faults"]:
+                stderr.print(f"  {fault}", soft_wrap=True, markup=False)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _on_gpu(
+    cases: Sequence[Case],
+    lengths: Lengths,
+    repository: Repository,
+    config: Any,
+    deadline: float | None,
+    resume: bool,
+    save: bool,
+    as_json: bool,
+) -> None:
+    import torch
+
+    from evenkv.evaluate import builds
+    from evenkv.evaluate.environment import driver_version
+    from evenkv.evaluate.gpu import BenchmarkRunner, evaluate_on_gpu, runnable_on_gpu
+    from evenkv.evaluate.table import gpu_table, rows_from_traces
+    from evenkv.evaluate.traces import run_libraries
+
+    cases, missing = runnable_on_gpu(cases)
+    hardware = torch.cuda.get_device_name(0)
+    with progress_bar() as show:
+        pairs = {s.name: (c.definition, s) for c in cases for s in c.solutions if builds.is_compiled(s)}
+        built: list[str] = []
+
+        def on_built(name: str) -> None:
+            built.append(name)
+            show(f"built {name}", len(built) / len(pairs))
+
+        show("building CUDA solutions", 0.0)
+        build_failures, _ = builds.build_all(list(pairs.values()), on_built)
+        show("starting flashinfer-bench", 0.0)
+        runner = BenchmarkRunner(repository, config)
+        try:
+            report = evaluate_on_gpu(
+                cases,
+                runner,
+                repository,
+                run_libraries(driver_version()),
+                hardware,
+                resume=resume,
+                save=save,
+                deadline=deadline,
+                progress=lambda what, done, total: show(what, done / max(total, 1)),
+            )
+        finally:
+            runner.close()
+    rows = rows_from_traces(report.traces, lengths)
+    if as_json:
+        print_json(
+            {
+                "mode": "gpu",
+                "ok": report.ok,
+                "gpu": hardware,
+                "rows": [asdict(row) for row in rows],
+                "evaluated": len(report.traces) - report.reused,
+                "reused": report.reused,
+                "missing": missing,
+                "build_failures": build_failures,
+                "not_evaluated": [
+                    {"definition": d, "workload": w, "why": why} for d, w, why in report.not_evaluated
+                ],
+                "workloads_left": report.left,
+            }
+        )
+    else:
+        stdout.print(gpu_table(rows))
+        for kernel, what in missing.items():
+            stdout.print(f"Missing: {kernel}: {what}.")
+        for name, error in build_failures.items():
+            stderr.print(f"{name} did not build: {error}", markup=False, soft_wrap=True)
+        for definition, workload, why in report.not_evaluated:
+            stderr.print(f"Not evaluated: {workload} of {definition}: {why}", markup=False, soft_wrap=True)
+        if report.left:
+            stdout.print(f"{report.left} workloads left: the same command with --resume goes on.")
+    if not report.ok:
+        raise typer.Exit(1)

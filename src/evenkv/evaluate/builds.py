@@ -1,0 +1,144 @@
+"""Builds solutions through flashinfer-bench's own builders, in parallel, into a cache that is never stale.
+
+Upstream's cache knows a solution by its sources alone. Here the whole cache folder is keyed by everything
+else that decides a build: compilers, flags, architecture, torch and tvm-ffi.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+
+from flashinfer_bench.compile import BuilderRegistry, BuildError
+from flashinfer_bench.compile.builders import TVMFFIBuilder
+from flashinfer_bench.compile.utils import create_package_name
+from flashinfer_bench.data import Definition, Solution
+
+from evenkv.library import toolchain
+
+_FLAG_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+
+Progress = Callable[[str], None]
+
+
+def use_keyed_cache(for_gpu: bool) -> Path:
+    """Point FIB_CACHE_PATH, for this process and its children, at a folder for exactly this toolchain.
+
+    A FIB_CACHE_PATH that the user has set stays.
+
+    Raises
+    ------
+    EvenkvError
+        When a compiler, ninja or, with `for_gpu`, the GPU is missing.
+    """
+    # tvm-ffi runs `ninja` by name: it must be found also when the environment is not activated.
+    toolchain.require_ninja()
+    if os.environ.get("FIB_CACHE_PATH"):
+        return Path(os.environ["FIB_CACHE_PATH"])
+    parts = {
+        "torch": importlib.metadata.version("torch"),
+        "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
+        "machine": toolchain.host_machine(),
+        "cxx": toolchain.compiler_version(toolchain.find_cxx()),
+        "variables": {name: os.environ.get(name) for name in _FLAG_VARIABLES},
+    }
+    if for_gpu:
+        parts["nvcc"] = toolchain.compiler_version(toolchain.find_nvcc())
+        parts["arch"] = toolchain.cuda_arch()
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    folder = toolchain.cache_folder() / "flashinfer-bench" / key
+    os.environ["FIB_CACHE_PATH"] = str(folder)
+    return folder
+
+
+def is_compiled(solution: Solution) -> bool:
+    """Whether building it means a compiler run: CUDA or C++ with tvm-ffi's binding."""
+    return TVMFFIBuilder().can_build(solution)
+
+
+def is_built(solution: Solution) -> bool:
+    """Whether the shared library lies in the cache already; the builder still compares the sources."""
+    return (_build_folder(solution) / f"{_package_name(solution)}.so").is_file()
+
+
+def build_all(
+    pairs: Sequence[tuple[Definition, Solution]],
+    progress: Progress = lambda _: None,
+    deadline: float | None = None,
+    processes: int | None = None,
+) -> tuple[dict[str, str], list[str]]:
+    """Build compiled solutions in separate processes, in the given order.
+
+    Parameters
+    ----------
+    pairs : sequence of (Definition, Solution)
+        Those that are built already take no time.
+    progress : callable
+        Called with each solution's name when it is done.
+    deadline : float, optional
+        `time.monotonic()` after which no further build starts.
+
+    Returns
+    -------
+    failures : dict
+        Solution name to the error's text.
+    unbuilt : list of str
+        Solutions that the deadline left out.
+    """
+    waiting = [(d, s) for d, s in pairs if not is_built(s)]
+    for _, solution in pairs:
+        if is_built(solution):
+            progress(solution.name)
+    failures: dict[str, str] = {}
+    if not waiting:
+        return failures, []
+    count = max(1, min(processes or os.cpu_count() or 1, len(waiting)))
+    running: dict[Future[str | None], str] = {}
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        while waiting or running:
+            while waiting and len(running) < count and not (deadline and time.monotonic() > deadline):
+                definition, solution = waiting.pop(0)
+                future = pool.submit(_build_one, definition.model_dump_json(), solution.model_dump_json())
+                running[future] = solution.name
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                name = running.pop(future)
+                error = future.result()
+                if error is not None:
+                    failures[name] = error
+                progress(name)
+    return failures, [solution.name for _, solution in waiting]
+
+
+def _build_one(definition_json: str, solution_json: str) -> str | None:
+    """In a process of its own: build, load once, and say what failed."""
+    definition = Definition.model_validate_json(definition_json)
+    solution = Solution.model_validate_json(solution_json)
+    for last in (False, True):
+        try:
+            # A registry of its own: the shared one would answer a second try with the first one's error.
+            BuilderRegistry([TVMFFIBuilder()]).build(definition, solution)
+            return None
+        except BuildError as error:
+            if last or not is_built(solution):
+                return str(error)
+        # A library that does not load, say from a run that was killed while linking: build it anew.
+        shutil.rmtree(_build_folder(solution), ignore_errors=True)
+    return None
+
+
+def _package_name(solution: Solution) -> str:
+    return create_package_name(solution, "tvm_ffi_")
+
+
+def _build_folder(solution: Solution) -> Path:
+    return Path(os.environ["FIB_CACHE_PATH"]) / "tvm_ffi" / _package_name(solution)

@@ -1,0 +1,253 @@
+"""The main job without a GPU: C++ and interpreted Triton against the reference, then CUDA compile checks.
+
+Everything keeps to a budget of seconds. What did not fit is said, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flashinfer_bench.data import Solution
+
+from evenkv.errors import EvenkvError
+from evenkv.evaluate import builds
+from evenkv.evaluate.load import Case, kernel_of
+from evenkv.evaluate.remote import Worker, WorkerDiedError, WorkerTimeoutError
+from evenkv.library import toolchain
+from evenkv.numerics.bytes import ELEMENT_BYTES
+from evenkv.pack.compile import ARCHS, CompileResult, compile_check, compile_units
+from evenkv.pack.manifest import Kernel
+from evenkv.spec.family import parse_name
+
+CACHE_LIMIT_BYTES = 1 << 30
+FIRST_BUDGET_S = 100.0
+LATER_BUDGET_S = 55.0
+_SEED = 20
+
+# Shares of the budget by which a stage must have ended; what a stage leaves over passes to the next.
+_BUILD_UNTIL, _CPP_UNTIL, _TRITON_UNTIL = 0.3, 0.5, 0.75
+
+# Interpreted Triton costs about as much for one KV element as filling the pools costs for this many.
+_INTERPRETER_FACTOR = 50
+
+Note = Callable[[str, float], None]
+"""`note(what, share)`: what happens now, and the share of the budget that is used up."""
+
+
+@dataclass(frozen=True)
+class CpuResult:
+    """One solution on one workload. `latency_ms` is host wall clock, None for interpreted code."""
+
+    definition: str
+    workload: str
+    solution: str
+    status: str
+    faults: tuple[str, ...] = ()
+    max_abs_err: float | None = None
+    rel_err: float | None = None
+    latency_ms: float | None = None
+
+
+@dataclass
+class CpuReport:
+    """`left_out` pairs what was not evaluated with the reason."""
+
+    results: list[CpuResult] = field(default_factory=list)
+    compiled: list[CompileResult] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(r.status == "PASSED" for r in self.results) and all(c.ok for c in self.compiled)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One solution on one workload; `cost` ranks jobs, in KV elements touched."""
+
+    case: Case
+    solution: Solution
+    cost: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.solution.name} on {self.case.workload.uuid}"
+
+
+def evaluate_on_cpu(
+    cases: Sequence[Case],
+    lengths: Mapping[tuple[str, str], Sequence[int]],
+    kernels: Sequence[Kernel],
+    root: Path,
+    budget_s: float | None = None,
+    note: Note = lambda what, share: None,
+) -> CpuReport:
+    """Evaluate what a CPU can run, smallest workloads first, every definition before a second round.
+
+    Parameters
+    ----------
+    lengths : mapping
+        Tokens of each request by (definition, workload uuid).
+    kernels : sequence of Kernel
+        Kernel folders whose CUDA code is compiled for every target.
+    root : Path
+        The folder that blob paths start from.
+    budget_s : float, optional
+        Seconds for everything; None means 100 when nothing is built yet, else 55.
+    """
+    report = CpuReport()
+    _leave_out_gpu_only(cases, report)
+    cpp = _plan(cases, lengths, "cpp", report)
+    triton = _plan(cases, lengths, "triton", report)
+    try:
+        builds.use_keyed_cache(for_gpu=False)
+    except EvenkvError as error:
+        report.left_out.append((f"{len(cpp)} C++ evaluations", str(error)))
+        cpp = []
+        os.environ.setdefault("FIB_CACHE_PATH", str(toolchain.cache_folder() / "flashinfer-bench" / "plain"))
+    if budget_s is None:
+        budget_s = LATER_BUDGET_S if any(builds.is_built(job.solution) for job in cpp) else FIRST_BUDGET_S
+    start = time.monotonic()
+
+    def tell(what: str) -> None:
+        note(what, min(1.0, (time.monotonic() - start) / budget_s))
+
+    cpp = _build(cpp, start + _BUILD_UNTIL * budget_s, report, tell)
+    _run(cpp, root, start + _CPP_UNTIL * budget_s, report, tell)
+    _run(triton, root, start + _TRITON_UNTIL * budget_s, report, tell)
+    specs = dict.fromkeys(case.spec for case in cases)
+    _compile(kernels, list(specs), start + budget_s, report, tell)
+    return report
+
+
+def _leave_out_gpu_only(cases: Sequence[Case], report: CpuReport) -> None:
+    needs_gpu = {
+        kernel_of(s): None for case in cases for s in case.solutions if s.spec.language.value == "python"
+    }
+    for kernel in needs_gpu:
+        report.left_out.append((kernel, "needs a CUDA GPU"))
+
+
+def _plan(
+    cases: Sequence[Case],
+    lengths: Mapping[tuple[str, str], Sequence[int]],
+    language: str,
+    report: CpuReport,
+) -> list[Job]:
+    """Jobs in rounds: the cheapest workload of every definition, then the second cheapest, and so on."""
+    by_definition: dict[str, list[Job]] = {}
+    too_large = 0
+    for case in cases:
+        solutions = [s for s in case.solutions if s.spec.language.value == language]
+        row = case.spec.num_kv_heads * case.spec.head_dim
+        pool = 2 * case.workload.axes["num_pages"] * case.spec.page_size * row
+        if solutions and pool * ELEMENT_BYTES[case.spec.kv_dtype] > CACHE_LIMIT_BYTES:
+            too_large += 1
+            continue
+        tokens = sum(lengths[case.definition.name, case.workload.uuid])
+        read = 2 * tokens * row * (_INTERPRETER_FACTOR if language == "triton" else 1)
+        for solution in solutions:
+            by_definition.setdefault(case.definition.name, []).append(Job(case, solution, pool + read))
+    if too_large:
+        what = f"{too_large} workloads for {language} solutions"
+        report.left_out.append((what, f"KV pools of more than {CACHE_LIMIT_BYTES >> 20} MiB"))
+    rounds = [
+        (rank, job.cost, job)
+        for jobs in by_definition.values()
+        for rank, job in enumerate(sorted(jobs, key=lambda job: job.cost))
+    ]
+    return [job for *_, job in sorted(rounds, key=lambda entry: entry[:2])]
+
+
+def _build(jobs: Sequence[Job], deadline: float, report: CpuReport, tell: Callable[[str], None]) -> list[Job]:
+    """Build what the jobs need, in their order; returns the jobs whose solution stands."""
+    pairs = {job.solution.name: (job.case.definition, job.solution) for job in jobs}
+    if pairs:
+        tell("building C++")
+    failures, unbuilt = builds.build_all(
+        list(pairs.values()), lambda name: tell(f"built {name}"), deadline=deadline
+    )
+    for name, error in failures.items():
+        definition = pairs[name][0].name
+        report.results.append(CpuResult(definition, "-", name, "COMPILE_ERROR", (error,)))
+    if unbuilt:
+        report.left_out.append(
+            (f"{len(unbuilt)} C++ solutions", "no time to build them; each run builds some more")
+        )
+    return [job for job in jobs if job.solution.name not in {*failures, *unbuilt}]
+
+
+def _run(
+    jobs: Sequence[Job], root: Path, deadline: float, report: CpuReport, tell: Callable[[str], None]
+) -> None:
+    done = 0
+    with Worker({}) as compiled, Worker({"TRITON_INTERPRET": "1"}) as interpreted:
+        for job in jobs:
+            timed = job.solution.spec.language.value == "cpp"
+            tell(job.name)
+            request = {
+                "definition": job.case.definition.model_dump(mode="json"),
+                "solution": job.solution.model_dump(mode="json"),
+                "workload": job.case.workload.model_dump(mode="json"),
+                "root": str(root),
+                "seed": _SEED,
+                "timed": timed,
+            }
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            try:
+                answer = (compiled if timed else interpreted).ask(request, left)
+            except WorkerTimeoutError:
+                report.left_out.append((job.name, f"stopped after {left:.0f} s, the time of this stage"))
+                done += 1
+                break
+            except WorkerDiedError as error:
+                answer = {"status": "RUNTIME_ERROR", "faults": [str(error)]}
+            done += 1
+            report.results.append(
+                CpuResult(
+                    job.case.definition.name,
+                    job.case.workload.uuid,
+                    job.solution.name,
+                    answer["status"],
+                    tuple(answer["faults"]),
+                    answer.get("max_abs_err"),
+                    answer.get("rel_err"),
+                    answer.get("latency_ms"),
+                )
+            )
+    if done < len(jobs):
+        kernels = ", ".join(dict.fromkeys(kernel_of(job.solution) for job in jobs[done:]))
+        report.left_out.append((f"{len(jobs) - done} evaluations of {kernels}", "no time left"))
+
+
+def _compile(
+    kernels: Sequence[Kernel],
+    specs: Sequence,
+    deadline: float,
+    report: CpuReport,
+    tell: Callable[[str], None],
+) -> None:
+    by_name = {kernel.name: kernel for kernel in kernels}
+    units = compile_units(list(kernels), list(specs))
+    longest = 0.0
+    for done, unit in enumerate(units):
+        if time.monotonic() + longest > deadline:
+            left = len(units) - done
+            report.left_out.append((f"{left} of {len(units)} CUDA compilations", "no time left"))
+            return
+        tell(f"compiling {unit.kernel} for {', '.join(ARCHS)}")
+        began = time.monotonic()
+        try:
+            report.compiled += compile_check(
+                [by_name[unit.kernel]], [parse_name(unit.specs[0])], ARCHS, lambda *_: tell("compiling CUDA")
+            )
+        except EvenkvError as error:
+            report.left_out.append((f"{len(units)} CUDA compilations", str(error)))
+            return
+        longest = max(longest, time.monotonic() - began)
