@@ -1,0 +1,148 @@
+// The entry point: checks every argument by name, then hands plain numbers to the launcher.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+#include <string>
+
+#include "definition.h"
+#include "params.h"
+#include "scratch.h"
+#include "specialisation.h"
+
+namespace {
+
+using tvm::ffi::TensorView;
+
+constexpr DLDataType kKvTypes[] = {{kDLBfloat, 16, 1}, {kDLFloat, 16, 1}, {kDLFloat8_e4m3fn, 8, 1}, {kDLFloat8_e5m2, 8, 1}};
+constexpr DLDataType kKvType = kKvTypes[EVENKV_KV_DTYPE];
+constexpr DLDataType kQueryType = kKvTypes[EVENKV_Q_DTYPE];
+constexpr DLDataType kInt32 = {kDLInt, 32, 1};
+constexpr DLDataType kFloat32 = {kDLFloat, 32, 1};
+
+std::string type_name(DLDataType type) {
+  switch (type.code) {
+    case kDLBfloat: return "bfloat" + std::to_string(type.bits);
+    case kDLFloat: return "float" + std::to_string(type.bits);
+    case kDLInt: return "int" + std::to_string(type.bits);
+    case kDLUInt: return "uint" + std::to_string(type.bits);
+    case kDLFloat8_e4m3fn: return "float8_e4m3fn";
+    case kDLFloat8_e5m2: return "float8_e5m2";
+    default: return "dtype code " + std::to_string(type.code);
+  }
+}
+
+// -1 in `shape` accepts any size.
+void check(const char* name, const TensorView& t, DLDataType type, std::initializer_list<int64_t> shape, DLDevice device) {
+  const DLDataType got = t.dtype();
+  if (got.code != type.code || got.bits != type.bits || got.lanes != 1) {
+    TVM_FFI_THROW(TypeError) << name << ": wanted " << type_name(type) << ", got " << type_name(got);
+  }
+  if (t.device().device_type != kDLCUDA) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted a CUDA tensor, got device type " << t.device().device_type;
+  }
+  if (t.device().device_id != device.device_id) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted cuda:" << device.device_id << " like q, got cuda:" << t.device().device_id;
+  }
+  bool same = t.ndim() == static_cast<int>(shape.size());
+  int i = 0;
+  if (same) {
+    for (const int64_t size : shape) same &= size < 0 || t.size(i++) == size || (i++, false);
+  }
+  if (!same) {
+    std::string wanted, came;
+    for (const int64_t size : shape) wanted += (size < 0 ? std::string("any") : std::to_string(size)) + ", ";
+    for (int d = 0; d < t.ndim(); ++d) came += std::to_string(t.size(d)) + ", ";
+    TVM_FFI_THROW(ValueError) << name << ": wanted shape [" << wanted << "], got [" << came << "]";
+  }
+  if (t.ndim() > 0 && t.size(t.ndim() - 1) > 1 && t.stride(t.ndim() - 1) != 1) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted a last dimension of stride 1, got " << t.stride(t.ndim() - 1);
+  }
+}
+
+void check_contiguous(const char* name, const TensorView& t) {
+  if (!t.IsContiguous()) TVM_FFI_THROW(ValueError) << name << ": wanted a contiguous tensor; call .contiguous() on it";
+}
+
+const char* data(const TensorView& t) { return static_cast<const char*>(t.data_ptr()); }
+
+// Rows are copied 16 bytes at a time (q: read 4 bytes at a time). A dimension of size 1 has no stride to speak of.
+void check_alignment(const char* name, const TensorView& t, int64_t bytes) {
+  bool aligned = reinterpret_cast<uintptr_t>(data(t)) % bytes == 0;
+  for (int d = 0; d + 1 < t.ndim(); ++d) {
+    aligned &= t.size(d) <= 1 || t.stride(d) * (t.dtype().bits / 8) % bytes == 0;
+  }
+  if (!aligned) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted address and strides in multiples of " << bytes << " bytes";
+  }
+}
+
+void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_indptr, TensorView kv_indices,
+#if EVENKV_HAS_LAST_PAGE_LEN
+         TensorView kv_last_page_len,
+#endif
+#if EVENKV_HAS_SCALES
+         TensorView k_scale, TensorView v_scale,
+#endif
+         double sm_scale, TensorView output, TensorView lse) {
+  constexpr int64_t H = EVENKV_NUM_QO_HEADS, K = EVENKV_NUM_KV_HEADS, D = EVENKV_HEAD_DIM, P = EVENKV_PAGE_SIZE;
+  const DLDevice device = q.device();
+  check("q", q, kQueryType, {-1, H, D}, device);
+  const int64_t batch = q.size(0);
+  check("k_cache", k_cache, kKvType, {-1, P, K, D}, device);
+  check("v_cache", v_cache, kKvType, {k_cache.size(0), P, K, D}, device);
+  check("kv_indptr", kv_indptr, kInt32, {batch + 1}, device);
+  check("kv_indices", kv_indices, kInt32, {-1}, device);
+  check("output", output, kQueryType, {batch, H, D}, device);
+  check("lse", lse, kFloat32, {batch, H}, device);
+  check_contiguous("output", output);
+  check_contiguous("lse", lse);
+  check_alignment("q", q, 4);
+  check_alignment("k_cache", k_cache, 16);
+  check_alignment("v_cache", v_cache, 16);
+  check_alignment("output", output, 16);
+
+  evenkv::DecodeParams p{};
+  p.q = q.data_ptr();
+  p.q_stride_batch = q.stride(0);
+  p.q_stride_head = q.stride(1);
+  p.k_cache = k_cache.data_ptr();
+  p.v_cache = v_cache.data_ptr();
+  p.k_stride_page = k_cache.stride(0);
+  p.k_stride_slot = k_cache.stride(1);
+  p.k_stride_head = k_cache.stride(2);
+  p.v_stride_page = v_cache.stride(0);
+  p.v_stride_slot = v_cache.stride(1);
+  p.v_stride_head = v_cache.stride(2);
+  p.kv_indptr = static_cast<const int32_t*>(kv_indptr.data_ptr());
+  p.kv_indices = static_cast<const int32_t*>(kv_indices.data_ptr());
+#if EVENKV_HAS_LAST_PAGE_LEN
+  check("kv_last_page_len", kv_last_page_len, kInt32, {batch}, device);
+  p.kv_last_page_len = static_cast<const int32_t*>(kv_last_page_len.data_ptr());
+#endif
+#if EVENKV_HAS_SCALES
+  check("k_scale", k_scale, kFloat32, {K}, device);
+  check("v_scale", v_scale, kFloat32, {K}, device);
+  p.k_scale = static_cast<const float*>(k_scale.data_ptr());
+  p.v_scale = static_cast<const float*>(v_scale.data_ptr());
+#endif
+  p.output = output.data_ptr();
+  p.lse = static_cast<float*>(lse.data_ptr());
+  p.batch = static_cast<int32_t>(batch);
+  p.num_kv_heads = K;
+  p.num_pages = static_cast<int32_t>(k_cache.size(0));
+  p.page_size = P;
+  p.num_kv_indices = static_cast<int32_t>(kv_indices.size(0));
+  p.sm_scale = static_cast<float>(sm_scale);
+  void* stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
+  if (const char* error = evenkv::launch_decode(p, device.device_id, stream)) TVM_FFI_THROW(RuntimeError) << error;
+}
+
+void fill_scratch(int64_t byte) {
+  if (const char* error = evenkv::fill_scratch(static_cast<int32_t>(byte))) TVM_FFI_THROW(RuntimeError) << error;
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_scratch, fill_scratch);

@@ -1,0 +1,159 @@
+// The launcher: device facts, scratch, and the one launch.
+#include <cuda_runtime.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+#include "kernel.cuh"
+#include "scratch.h"
+
+namespace evenkv {
+namespace {
+
+thread_local std::string message;
+
+bool failed(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return false;
+  message = std::string(what) + ": " + cudaGetErrorString(status);
+  return true;
+}
+
+// Makes a device current and puts the caller's back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    cudaGetDevice(&before_);
+    changed_ = before_ != device;
+    if (changed_) cudaSetDevice(device);
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// Allowing a capture to go on while scratch is allocated outside it.
+class CaptureRelaxed {
+ public:
+  CaptureRelaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~CaptureRelaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+struct Scratch {
+  float* partials = nullptr;
+  int32_t* counters = nullptr;
+  size_t partial_bytes = 0;
+};
+
+// Two launches that may overlap never share scratch: one per stream, and one per capture, since a graph may be
+// replayed on any stream. Entries live as long as the process.
+using ScratchKey = std::tuple<int, void*, unsigned long long>;
+std::mutex scratch_mutex;
+std::map<ScratchKey, Scratch> scratch_of;
+
+size_t counter_count(int workers) { return kArrivals + static_cast<size_t>(workers) * kChunksPerWorkerBound; }
+
+const char* get_scratch(int device, cudaStream_t stream, int workers, size_t partial_bytes, Scratch& out) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  if (failed(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo")) return message.c_str();
+  const bool capturing = status == cudaStreamCaptureStatusActive;
+  const ScratchKey key{device, capturing ? nullptr : static_cast<void*>(stream), capturing ? capture : 0};
+  const std::lock_guard<std::mutex> lock(scratch_mutex);
+  Scratch& scratch = scratch_of[key];
+  if (scratch.partial_bytes < partial_bytes) {
+    const CaptureRelaxed relaxed;
+    Scratch fresh;
+    fresh.partial_bytes = partial_bytes;
+    const size_t counter_bytes = counter_count(workers) * sizeof(int32_t);
+    if (failed(cudaMalloc(&fresh.partials, partial_bytes), "allocating scratch") ||
+        failed(cudaMalloc(&fresh.counters, counter_bytes), "allocating counters")) {
+      cudaFree(fresh.partials);
+      return message.c_str();
+    }
+    cudaStream_t side;  // a capture forbids work on the legacy stream
+    if (failed(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "cudaStreamCreate")) return message.c_str();
+    const bool bad = failed(cudaMemsetAsync(fresh.counters, 0, counter_bytes, side), "clearing counters") ||
+                     failed(cudaStreamSynchronize(side), "clearing counters");
+    cudaStreamDestroy(side);
+    if (bad) return message.c_str();
+    // A smaller entry is left alone: a launch in flight may still use it.
+    scratch = fresh;
+  }
+  out = scratch;
+  return nullptr;
+}
+
+template <int kHeads>
+const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
+  static std::mutex mutex;
+  static std::map<int, int> workers_of;  // device -> SM count, once the kernel may use its shared memory there
+  int workers;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto known = workers_of.find(device);
+    if (known != workers_of.end()) {
+      workers = known->second;
+    } else {
+      if (failed(cudaDeviceGetAttribute(&workers, cudaDevAttrMultiProcessorCount, device), "reading the SM count") ||
+          failed(cudaFuncSetAttribute(decode_kernel<kHeads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(sizeof(SharedMemory<kHeads>))),
+                 "asking for shared memory (a GPU of compute capability 8.0, 9.0 or 10.0 has enough)")) {
+        return message.c_str();
+      }
+      workers_of[device] = workers;
+    }
+  }
+  const size_t slots = static_cast<size_t>(workers) * (kChunksPerWorkerBound * 2 * kHeads + kWarps);
+  Scratch scratch;
+  if (const char* error = get_scratch(device, stream, workers, slots * kPartialFloats * sizeof(float), scratch)) {
+    return error;
+  }
+  p.partials = scratch.partials;
+  p.counters = scratch.counters;
+  p.workers = workers;
+  // Blocks that cannot get a chunk need not start. The bound comes from shapes; lengths stay on the device.
+  const int64_t units = static_cast<int64_t>(p.num_kv_heads) * kParts / kHeads;
+  const int64_t most_slots = units * p.num_kv_indices * p.page_size;
+  const int64_t most_chunks = (most_slots + kScheduleTuning.min_chunk - 1) / kScheduleTuning.min_chunk;
+  const int grid = static_cast<int>(most_chunks < 1 ? 1 : most_chunks > workers ? workers : most_chunks);
+  decode_kernel<kHeads><<<grid, kThreads, sizeof(SharedMemory<kHeads>), stream>>>(p);
+  return failed(cudaGetLastError(), "launching the kernel") ? message.c_str() : nullptr;
+}
+
+}  // namespace
+
+const char* launch_decode(DecodeParams params, int32_t device, void* stream) {
+  if (params.batch == 0) return nullptr;
+  const DeviceGuard guard(device);
+  if constexpr (kIsFp8 && kParts == 1) {
+    // fp8 rows of one head are short for DRAM: read two heads' rows, which lie side by side, in one block. In
+    // small problems twice the chunks fill more SMs.
+    const int64_t slots = static_cast<int64_t>(params.num_kv_heads) * params.num_kv_indices * params.page_size;
+    if (params.num_kv_heads % 2 == 0 && slots >= kPairHeadsFromSlots) {
+      return launch<2>(params, device, static_cast<cudaStream_t>(stream));
+    }
+  }
+  return launch<1>(params, device, static_cast<cudaStream_t>(stream));
+}
+
+const char* fill_scratch(int32_t byte) {
+  const std::lock_guard<std::mutex> lock(scratch_mutex);
+  for (const auto& entry : scratch_of) {
+    const DeviceGuard guard(std::get<0>(entry.first));
+    if (failed(cudaMemset(entry.second.partials, byte, entry.second.partial_bytes), "filling scratch")) {
+      return message.c_str();
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace evenkv

@@ -1,0 +1,248 @@
+// The kernel: one launch, no plan.
+//
+// Grid: at most one block an SM. A block takes chunks of the flattened slot line (schedule.h): its first one by
+// its index, later ones by a ticket. Block: kWarps warps; the chunk is cut evenly among them (with several KV
+// heads a block, among the warps of each head). Warp: streams its tokens through a ring of tiles in shared memory
+// and keeps one flash-decoding state (attention.cuh). Lane: see attention.cuh.
+// A request inside one warp's part is written by that warp; one cut between warps is merged in the block; one cut
+// between chunks goes to scratch and is merged by the block that finishes its last missing chunk.
+#pragma once
+
+#include "merge.cuh"
+
+namespace evenkv {
+
+// Layout of the counters: ticket, blocks that left, then one arrival count a chunk (used by the cut request that
+// begins in it). All are zero between launches.
+constexpr int kTicket = 0, kLeft = 1, kArrivals = 2;
+
+template <int kHeads>
+struct SharedMemory {
+  uint8_t ring[kWarps][kRingBytes];
+  Tile tiles[kWarps][kStages];
+  Piece pieces[kWarps / kHeads][2];
+  CutRequest cuts[2];
+  int32_t next_chunk;
+};
+
+// Scratch behind the chunks' slots: a warp's early piece (see Piece).
+template <int kHeads>
+__device__ __forceinline__ float* early_slot(const DecodeParams& p, int warp) {
+  const int64_t slots = static_cast<int64_t>(p.workers) * kChunksPerWorkerBound * 2 * kHeads;
+  return p.partials + (slots + static_cast<int64_t>(blockIdx.x) * kWarps + warp) * kPartialFloats;
+}
+
+// Requests without tokens have no slots on the line: every warp of the grid looks after its share of them.
+__device__ __forceinline__ void write_empty_requests(const DecodeParams& p) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int heads = p.num_kv_heads * kGroupSize;
+  for (int32_t request = warp * gridDim.x + blockIdx.x; request < p.batch; request += gridDim.x * kWarps) {
+    const int32_t pages = __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request);
+    const bool empty = pages <= 0 || (pages == 1 && p.kv_last_page_len != nullptr &&
+                                      __ldg(p.kv_last_page_len + request) == 0);
+    if (!empty) continue;
+    uint4* out = reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.output) + output_row(p, request, 0) * kHeadDim);
+    for (int i = lane; i < heads * kHeadDim / 8; i += 32) out[i] = make_uint4(0, 0, 0, 0);
+    for (int i = lane; i < heads; i += 32) p.lse[output_row(p, request, i)] = -INFINITY;
+  }
+}
+
+// One warp's part of a chunk.
+template <int kHeads>
+__device__ __forceinline__ void stream_part(const DecodeParams& p, SharedMemory<kHeads>& shared, int32_t unit_slots,
+                                            const ChunkRange& range, bool first_chunk) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int part = warp / kHeads, sub = warp % kHeads;
+  constexpr int kBlockParts = kWarps / kHeads;
+  const int32_t chunk_slots = static_cast<int32_t>(range.end - range.begin);
+  const int32_t part_slots = static_cast<int32_t>(round_up_to_tile((chunk_slots + kBlockParts - 1) / kBlockParts));
+  const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
+  const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
+  if (sub == 0 && lane < 2) shared.pieces[part][lane].flags = 0;
+  __syncwarp();
+
+  const int32_t unit = static_cast<int32_t>(begin / unit_slots);
+  Cursor cursor(p, min(unit_slots / p.page_size, p.num_kv_indices), unit_slots, unit,
+                static_cast<int32_t>(begin - static_cast<int64_t>(unit) * unit_slots), slots);
+  const uint32_t ring = shared_address(shared.ring[warp]);
+  Tile* tiles = shared.tiles[warp];
+  int32_t produced = 0;
+  bool more = true;
+  const auto produce = [&] {
+    if (more) more = cursor.next();
+    if (more) {
+      const int stage = produced % kStages;
+      const UnitHeads heads(cursor.unit(), kHeads, sub);
+      const Tile tile = cursor.copy_tile(ring + stage * kTileBytes, heads.kv_head);
+      if (lane == 0) tiles[stage] = tile;
+      ++produced;
+    }
+    copy_async_commit();
+  };
+#pragma unroll 1
+  for (int i = 0; i < kStages - 1; ++i) produce();
+  if (first_chunk) write_empty_requests(p);
+
+  Attention attention;
+  uint32_t starts_before = 0;
+#pragma unroll 1
+  for (int32_t consumed = 0; consumed < produced; ++consumed) {
+    __syncwarp();  // the stage that the next copies fill was read by all lanes
+    produce();
+    __syncwarp();  // the tile's description is visible
+    const int stage = consumed % kStages;
+    const Tile tile = tiles[stage];
+    const UnitHeads heads(tile.unit, kHeads, sub);
+    if (tile.flags & kFirstOfPiece) {
+      attention.start(p, tile.request, heads.head0, heads.heads, heads.kv_head);
+      starts_before = tile.flags & kStartsBefore;
+    }
+    copy_async_wait<kStages - 1>();
+    __syncwarp();  // all lanes' copies of the tile arrived
+    attention.attend(ring + stage * kTileBytes, tile.tokens, tile.flags & kPoisoned);
+    if (tile.flags & kLastOfPiece) {
+      attention.finish();
+      const uint32_t cut = starts_before | (tile.flags & kEndsAfter);
+      if (cut == 0) {
+        write_whole_piece(p, tile.request, heads, attention);
+      } else {
+        const int last = consumed + 1 == produced;
+        __syncwarp();
+        attention.store_partial(last ? reinterpret_cast<float*>(shared.ring[warp]) : early_slot<kHeads>(p, warp));
+        if (sub == 0 && lane == 0) shared.pieces[part][last] = {tile.request, tile.unit, kFirstOfPiece | cut, 0};
+      }
+    }
+  }
+  copy_async_wait<0>();
+}
+
+// Merges the warps' cut pieces of a chunk: whole requests are written, cut ones go to the chunk's scratch slots and
+// are noted in shared.cuts. Called by all threads after a barrier.
+template <int kHeads>
+__device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<kHeads>& shared, int32_t chunk) {
+  constexpr int kPieces = kWarps / kHeads * 2;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  // Lane i looks at piece i; chains are runs of pieces of one request.
+  uint32_t flags = 0;
+  if (lane < kPieces) flags = shared.pieces[lane / 2][lane % 2].flags;
+  const uint32_t present = __ballot_sync(kAllLanes, flags != 0);
+  if (present == 0) return;
+  const bool leads = flags != 0 && (!(flags & kStartsBefore) || lane == __ffs(present) - 1);
+  const uint32_t leaders = __ballot_sync(kAllLanes, leads);
+  const int chains = __popc(leaders);
+  // One chain: all threads share it. Several: a warp each.
+  const int threads = chains == 1 ? kThreads : 32;
+  const int thread = chains == 1 ? threadIdx.x : lane;
+  for (int chain = chains == 1 ? 0 : warp; chain < chains; chain += kWarps) {
+    uint32_t rest = leaders;
+    for (int i = 0; i < chain; ++i) rest &= rest - 1;
+    const int begin = __ffs(rest) - 1;
+    rest &= rest - 1;
+    const uint32_t below_end = rest == 0 ? kAllLanes : (1u << (__ffs(rest) - 1)) - 1;
+    const uint32_t members = present & (kAllLanes << begin) & below_end;
+    const int end = 31 - __clz(members);
+    const Piece head_piece = shared.pieces[begin / 2][begin % 2];
+    const uint32_t cut =
+        (head_piece.flags & kStartsBefore) | (shared.pieces[end / 2][end % 2].flags & kEndsAfter);
+    const int slot = (head_piece.flags & kStartsBefore) ? 0 : 1;
+    constexpr int kQuads = kHeadDim / 4;
+    for (int element = thread; element < kHeads * kUnitHeads * kQuads; element += threads) {
+      const int sub = element / (kUnitHeads * kQuads), head = element / kQuads % kUnitHeads;
+      const int d = element % kQuads * 4;
+      Merged sum;
+      for (uint32_t left = members; left != 0; left &= left - 1) {
+        const int piece = __ffs(left) - 1;
+        const int owner = piece / 2 * kHeads + sub;
+        const float* partial =
+            piece % 2 == 1 ? reinterpret_cast<const float*>(shared.ring[owner]) : early_slot<kHeads>(p, owner);
+        const float* row = partial + head * kPartialStride;
+        sum.add(row[kHeadDim], row[kHeadDim + 1], *reinterpret_cast<const float4*>(row + d));
+      }
+      if (cut == 0) {
+        const UnitHeads unit(head_piece.unit, kHeads, sub);
+        if (head < unit.heads) {
+          write_output(p, head_piece.request, unit.head0 + head, d, sum, value_scale(p, unit.kv_head));
+        }
+      } else {
+        float* row = chunk_slot(p, chunk, slot, kHeads, sub) + head * kPartialStride;
+        *reinterpret_cast<float4*>(row + d) = sum.o;
+        if (d == 0) *reinterpret_cast<float2*>(row + kHeadDim) = make_float2(sum.m, sum.l);
+      }
+    }
+    if (cut != 0 && thread == 0) {
+      shared.cuts[slot].request = head_piece.request;
+      shared.cuts[slot].unit = head_piece.unit;
+    }
+  }
+}
+
+// One thread: where the cut request begins and ends, and whether this block is the last of its chunks.
+__device__ __forceinline__ void arrive(const DecodeParams& p, const Schedule& schedule, int32_t unit_slots,
+                                       CutRequest& cut) {
+  const int32_t page = __ldg(p.kv_indptr + cut.request);
+  const int32_t pages = __ldg(p.kv_indptr + cut.request + 1) - page;
+  int32_t last = p.page_size;
+  if (p.kv_last_page_len != nullptr) {
+    const int32_t given = __ldg(p.kv_last_page_len + cut.request);
+    if (given >= 0 && given <= p.page_size) last = given;
+  }
+  const int64_t begin = static_cast<int64_t>(cut.unit) * unit_slots + static_cast<int64_t>(page) * p.page_size;
+  const int64_t length = static_cast<int64_t>(pages - 1) * p.page_size + last;
+  cut.first_chunk = chunk_of(schedule, begin);
+  cut.last_chunk = chunk_of(schedule, begin + length - 1);
+  int32_t* arrivals = p.counters + kArrivals + cut.first_chunk;
+  __threadfence();
+  cut.merge_here = atomicAdd(arrivals, 1) == cut.last_chunk - cut.first_chunk;
+  if (cut.merge_here) *arrivals = 0;
+  __threadfence();
+}
+
+template <int kHeads>
+__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(128) uint8_t raw[];
+  SharedMemory<kHeads>& shared = *reinterpret_cast<SharedMemory<kHeads>*>(raw);
+  const int32_t unit_slots = __ldg(p.kv_indptr + p.batch) * p.page_size;
+  const int32_t units = p.num_kv_heads * kParts / kHeads;
+  const Schedule schedule =
+      make_schedule(static_cast<int64_t>(units) * unit_slots, p.workers, kScheduleTuning);
+  const bool tickets = schedule.num_chunks > static_cast<int32_t>(gridDim.x);
+
+  int32_t chunk = blockIdx.x;
+  if (chunk >= schedule.num_chunks) write_empty_requests(p);
+  while (chunk < schedule.num_chunks) {
+    int32_t next = schedule.num_chunks;
+    if (threadIdx.x == 0) {
+      shared.cuts[0].request = shared.cuts[1].request = -1;
+      if (tickets) next = gridDim.x + atomicAdd(p.counters + kTicket, 1);
+    }
+    stream_part<kHeads>(p, shared, unit_slots, chunk_range(schedule, chunk), chunk == blockIdx.x);
+    __syncthreads();
+    merge_block<kHeads>(p, shared, chunk);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x < 2 && shared.cuts[threadIdx.x].request >= 0) {
+      arrive(p, schedule, unit_slots, shared.cuts[threadIdx.x]);
+    }
+    if (threadIdx.x == 0) shared.next_chunk = next;
+    __syncthreads();
+#pragma unroll 1
+    for (int slot = 0; slot < 2; ++slot) {
+      if (shared.cuts[slot].request >= 0 && shared.cuts[slot].merge_here) {
+        __threadfence();
+        merge_chunks<kHeads>(p, shared.cuts[slot], reinterpret_cast<Merged*>(shared.ring));
+      }
+    }
+    chunk = shared.next_chunk;
+    __syncthreads();
+  }
+  // The last block to leave puts the tickets back to zero.
+  if (tickets && threadIdx.x == 0) {
+    __threadfence();
+    if (atomicAdd(p.counters + kLeft, 1) == static_cast<int32_t>(gridDim.x) - 1) {
+      p.counters[kTicket] = 0;
+      p.counters[kLeft] = 0;
+    }
+  }
+}
+
+}  // namespace evenkv

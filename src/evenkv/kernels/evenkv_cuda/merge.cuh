@@ -1,0 +1,173 @@
+// Merging partial results: of the warps of a block (through shared memory) and of the chunks of a cut request
+// (through scratch, by the block that finishes last, in chunk order: the bits do not depend on who that is).
+#pragma once
+
+#include "attention.cuh"
+
+namespace evenkv {
+
+// Which query and KV heads a warp's unit means. A block's unit holds kHeads KV heads, one for each warp residue.
+struct UnitHeads {
+  int32_t kv_head, head0, heads;
+  __device__ __forceinline__ UnitHeads(int32_t unit, int32_t heads_per_block, int32_t sub) {
+    const int32_t virtual_head = unit * heads_per_block + sub;
+    kv_head = virtual_head / kParts;
+    const int32_t part = virtual_head % kParts;
+    head0 = kv_head * kGroupSize + part * kUnitHeads;
+    heads = min(kUnitHeads, kGroupSize - part * kUnitHeads);
+  }
+};
+
+// One running sum of partials: sum of 2^(m_i - m) * (l_i, o_i).
+struct Merged {
+  float m = kNoMaximum, l = 0.0f;
+  float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  __device__ __forceinline__ void add(float other_m, float other_l, float4 other) {
+    const float largest = fmaxf(m, other_m);
+    const float keep = exp2_fast(m - largest), take = exp2_fast(other_m - largest);
+    m = largest;
+    l = l * keep + other_l * take;
+    o.x = o.x * keep + other.x * take;
+    o.y = o.y * keep + other.y * take;
+    o.z = o.z * keep + other.z * take;
+    o.w = o.w * keep + other.w * take;
+  }
+};
+
+__device__ __forceinline__ uint32_t pack_output(float low, float high) {
+  uint32_t r;
+  if constexpr (kQueryIsHalf) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  }
+  return r;
+}
+
+__device__ __forceinline__ float value_scale(const DecodeParams& p, int32_t kv_head) {
+  return p.v_scale != nullptr ? __ldg(p.v_scale + kv_head) : 1.0f;
+}
+
+__device__ __forceinline__ int64_t output_row(const DecodeParams& p, int32_t request, int32_t head) {
+  return static_cast<int64_t>(request) * p.num_kv_heads * kGroupSize + head;
+}
+
+// Writes four output elements of one head, and lse with the first four.
+__device__ __forceinline__ void write_output(const DecodeParams& p, int32_t request, int32_t head, int32_t d,
+                                             const Merged& sum, float scale) {
+  const int64_t row = output_row(p, request, head);
+  const float factor = scale / sum.l;
+  const uint2 packed = {pack_output(sum.o.x * factor, sum.o.y * factor),
+                        pack_output(sum.o.z * factor, sum.o.w * factor)};
+  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.output) + row * kHeadDim + d) = packed;
+  if (d == 0) p.lse[row] = sum.m + log2f(sum.l);
+}
+
+// A whole request that one warp attended to: straight from its registers.
+__device__ __forceinline__ void write_whole_piece(const DecodeParams& p, int32_t request, const UnitHeads& unit,
+                                                  const Attention& a) {
+  const int lane = threadIdx.x & 31;
+  const float scale = value_scale(p, unit.kv_head);
+#pragma unroll
+  for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int head = n * 8 + (lane % 4) * 2 + j;
+      if (head >= unit.heads) continue;
+      const int64_t row = output_row(p, request, unit.head0 + head);
+      uint16_t* out = static_cast<uint16_t*>(p.output) + row * kHeadDim;
+      const float factor = scale / a.l[n][j];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint32_t both = pack_output(a.o[step][n][j] * factor, a.o[step][n][2 + j] * factor);
+        if constexpr (kIsFp8) {
+          *reinterpret_cast<uint32_t*>(out + Attention::head_dim_of(step, 0)) = both;
+        } else {
+          out[Attention::head_dim_of(step, 0)] = static_cast<uint16_t>(both);
+          out[Attention::head_dim_of(step, 1)] = static_cast<uint16_t>(both >> 16);
+        }
+      }
+      if (lane < 4) p.lse[row] = a.m[n][j] + log2f(a.l[n][j]);
+    }
+  }
+}
+
+// A cut piece that a warp left for its block. Index 0: the warp's first piece when others followed it (its
+// partial waits in scratch, since the ring was still in use); index 1: the warp's last piece (in its ring).
+struct Piece {
+  int32_t request, unit;
+  uint32_t flags;  // kFirstOfPiece marks a piece that is there; kStartsBefore, kEndsAfter
+  int32_t unused;
+};
+
+// A request that a chunk boundary cuts: its partials are the chunks' scratch slots from first to last.
+struct CutRequest {
+  int32_t request, unit;  // request is -1 where there is none
+  int32_t first_chunk, last_chunk;
+  bool merge_here;
+};
+
+// Scratch slot of a chunk: 0 holds the request that began before the chunk, 1 the one that begins in it.
+__device__ __forceinline__ float* chunk_slot(const DecodeParams& p, int32_t chunk, int slot, int heads_per_block,
+                                             int sub) {
+  return p.partials + ((static_cast<int64_t>(chunk) * 2 + slot) * heads_per_block + sub) * kPartialFloats;
+}
+
+// All threads: merges a cut request's partials in chunk order and writes its output.
+// Threads form groups; each sums every kGroups-th chunk and group 0 adds the groups' sums in order.
+template <int kHeads>
+__device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutRequest& cut, Merged* shared) {
+  constexpr int kQuads = kHeadDim / 4;
+  constexpr int kElements = kHeads * kUnitHeads * kQuads;
+  constexpr int kGroups = kElements >= kThreads ? 1 : kThreads / kElements;
+  constexpr int kBatch = 4;  // partials loaded together
+  const int group = threadIdx.x / kElements;
+  for (int base = 0; base < kElements; base += kThreads) {
+    const int element = base + (kGroups == 1 ? threadIdx.x : threadIdx.x % kElements);
+    const bool active = element < kElements && group < kGroups;
+    const int sub = element / (kUnitHeads * kQuads), head = element / kQuads % kUnitHeads, d = element % kQuads * 4;
+    Merged sum;
+    if (active) {
+      for (int32_t chunk = cut.first_chunk + group; chunk <= cut.last_chunk; chunk += kGroups * kBatch) {
+        float m[kBatch], l[kBatch];
+        float4 o[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int32_t c = chunk + i * kGroups;
+          m[i] = kNoMaximum;
+          l[i] = 0.0f;
+          o[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+          if (c <= cut.last_chunk) {
+            const float* row = chunk_slot(p, c, c == cut.first_chunk, kHeads, sub) + head * kPartialStride;
+            m[i] = __ldcg(row + kHeadDim);
+            l[i] = __ldcg(row + kHeadDim + 1);
+            o[i] = __ldcg(reinterpret_cast<const float4*>(row + d));
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) sum.add(m[i], l[i], o[i]);
+      }
+    }
+    if constexpr (kGroups > 1) {
+      if (active && group > 0) shared[(group - 1) * kElements + element] = sum;
+      __syncthreads();
+      if (active && group == 0) {
+#pragma unroll
+        for (int other = 0; other < kGroups - 1; ++other) {
+          const Merged& s = shared[other * kElements + element];
+          sum.add(s.m, s.l, s.o);
+        }
+      }
+      __syncthreads();
+    }
+    if (active && group == 0) {
+      const UnitHeads unit(cut.unit, kHeads, sub);
+      if (head < unit.heads) {
+        write_output(p, cut.request, unit.head0 + head, d, sum, value_scale(p, unit.kv_head));
+      }
+    }
+  }
+}
+
+}  // namespace evenkv

@@ -1,0 +1,35 @@
+// The contract between the binding (host C++, no CUDA headers) and the kernel's launcher.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace evenkv {
+
+// Inputs and outputs of one call. Strides are in elements; the last dimension's stride is 1.
+struct DecodeParams {
+  const void* q;  // [batch, num_qo_heads, head_dim]
+  int64_t q_stride_batch, q_stride_head;
+  const void* k_cache;  // [num_pages, page_size, num_kv_heads, head_dim], any strides
+  const void* v_cache;
+  int64_t k_stride_page, k_stride_slot, k_stride_head;
+  int64_t v_stride_page, v_stride_slot, v_stride_head;
+  const int32_t* kv_indptr;         // [batch + 1], pages
+  const int32_t* kv_indices;        // [num_kv_indices], page ids
+  const int32_t* kv_last_page_len;  // [batch], or null when page_size is 1
+  const float* k_scale;             // [num_kv_heads], or null
+  const float* v_scale;             // [num_kv_heads], or null
+  void* output;                     // [batch, num_qo_heads, head_dim], contiguous
+  float* lse;                       // [batch, num_qo_heads], contiguous, base 2
+  int32_t batch, num_kv_heads, num_pages, page_size, num_kv_indices;
+  float sm_scale;
+  // Set by the launcher.
+  float* partials;    // scratch: any content
+  int32_t* counters;  // zero before a launch, zero again after it
+  int32_t workers;    // what the chunk schedule divides by: thread blocks that fit the device
+};
+
+// Enqueues the kernel on `stream` of `device`. Returns null, or a static message that says what failed.
+const char* launch_decode(DecodeParams params, int32_t device, void* stream);
+
+}  // namespace evenkv

@@ -1,0 +1,110 @@
+// Thin names for the PTX instructions the kernel is made of. sm_80 is the base.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "tuning.cuh"
+
+namespace evenkv {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes, global to shared; bytes past `valid` are zero-filled and never read from global memory.
+__device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, uint32_t valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t a) {
+  uint32_t d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+
+// D[16x8] += A[16x16] * B[16x8], fp32 accumulators.
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kMmaHalf) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats to the tensor core's 16-bit type; `low` lands in the low half.
+__device__ __forceinline__ uint32_t pack_mma(float low, float high) {
+  uint32_t r;
+  if constexpr (kMmaHalf) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  }
+  return r;
+}
+__device__ __forceinline__ float2 unpack_mma(uint32_t r) {
+  if constexpr (kMmaHalf) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&r));
+  } else {
+    return make_float2(__uint_as_float(r << 16), __uint_as_float(r & 0xffff0000u));
+  }
+}
+
+// Two fp8 values (the low 16 bits of `pair`) to two fp16 values, exactly.
+__device__ __forceinline__ uint32_t widen_fp8x2(uint32_t pair) {
+  const uint16_t narrow = static_cast<uint16_t>(pair);
+  uint32_t wide;
+#if __CUDA_ARCH__ >= 890
+  if constexpr (kKvType == kE5M2) {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(wide) : "h"(narrow));
+  } else {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(narrow));
+  }
+#else
+  const uint32_t bytes = __byte_perm(narrow, 0, 0x1404);  // each value in the high byte of a half
+  if constexpr (kKvType == kE5M2) {
+    wide = bytes;  // e5m2 is fp16's upper byte
+  } else {
+    // e4m3 shifted to fp16's exponent field is 2^8 too small (bias 7 against 15); 0x7f is NaN.
+    const uint32_t scaled = (bytes & 0x80008000u) | ((bytes & 0x7f007f00u) >> 1);
+    const __half2 value = __hmul2(*reinterpret_cast<const __half2*>(&scaled), __float2half2_rn(256.0f));
+    wide = *reinterpret_cast<const uint32_t*>(&value);
+    if ((bytes & 0x7f00u) == 0x7f00u) wide |= 0x7fffu;
+    if ((bytes & 0x7f000000u) == 0x7f000000u) wide |= 0x7fff0000u;
+  }
+#endif
+  return wide;
+}
+
+}  // namespace evenkv

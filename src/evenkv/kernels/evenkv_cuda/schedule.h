@@ -1,0 +1,114 @@
+// The chunk schedule: plain integers, compiled for the device and for the host (where it is tested).
+//
+// Space. All KV slots of the batch form one line: unit-major (a unit is a KV head, or a few of them), within a
+// unit in the order of kv_indices. The line's length, units * kv_indptr[batch] * page_size, is known from ONE load.
+// Cut. Workers take chunks of this line. Chunk lengths halve from round to round (`workers` chunks a round), so
+// that blocks with unequal bandwidth still end together; boundaries depend on the lengths and on the number of
+// workers alone, never on who computes a chunk: the bits stay the same.
+// Chunks may start and end inside a request; whoever finishes a cut request last merges it in chunk order.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define EVENKV_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define EVENKV_HOST_DEVICE inline
+#endif
+
+namespace evenkv {
+
+constexpr int kTileTokens = 16;          // the tensor core's row count: a warp's unit of work
+constexpr int kHalvingRounds = 6;         // bounds the number of chunks, and with it the scratch
+constexpr int kChunksPerWorkerBound = 9;  // chunks <= this * workers, see make_schedule
+
+struct ScheduleTuning {
+  int32_t min_chunk;           // slots: one tile for each warp of a block
+  int32_t single_round_slots;  // up to this many slots a worker, one round of equal chunks: a second round's
+                               // latency (page ids, first tiles, merge) would cost more than it balances
+  int32_t tail_chunk;          // slots: no chunk of a halving round is smaller
+};
+
+struct ChunkRange {
+  int64_t begin, end;  // positions on the line
+};
+
+// No arrays: an array indexed at run time would live in local memory.
+struct Schedule {
+  int64_t total;       // slots on the line
+  int64_t per_worker;  // total / workers, rounded up: round k cuts (per_worker >> (k + 1)) slots a chunk
+  int64_t tail_begin;  // position where the halving rounds end
+  int32_t workers;
+  int32_t tail_first;  // first chunk of the tail: halving rounds * workers
+  int32_t tail_slots;  // length of the tail's chunks
+  int32_t num_chunks;
+};
+
+EVENKV_HOST_DEVICE int64_t round_up_to_tile(int64_t slots) {
+  return (slots + kTileTokens - 1) / kTileTokens * kTileTokens;
+}
+
+EVENKV_HOST_DEVICE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+EVENKV_HOST_DEVICE int64_t halving_slots(int64_t per_worker, int round) {
+  return round_up_to_tile(per_worker >> (round + 1));
+}
+
+// total: slots on the line, >= 0; workers >= 1.
+EVENKV_HOST_DEVICE Schedule make_schedule(int64_t total, int32_t workers, ScheduleTuning tuning) {
+  Schedule s;
+  s.total = total;
+  s.workers = workers;
+  s.per_worker = (total + workers - 1) / workers;
+  s.tail_begin = 0;
+  s.tail_first = 0;
+  int64_t tail = max64(tuning.min_chunk, round_up_to_tile(s.per_worker));
+  if (s.per_worker > tuning.single_round_slots) {
+    for (int k = 0; k < kHalvingRounds; ++k) {
+      const int64_t slots = halving_slots(s.per_worker, k);
+      if (slots <= tuning.tail_chunk || s.tail_begin + slots * workers > total) break;
+      s.tail_begin += slots * workers;
+      s.tail_first += workers;
+    }
+    // At most about two pieces a worker are left to the tail, however large the batch is.
+    const int64_t left_per_worker = (total - s.tail_begin + workers - 1) / workers;
+    tail = max64(tuning.tail_chunk, round_up_to_tile((left_per_worker + 1) / 2));
+  }
+  s.tail_slots = static_cast<int32_t>(tail);
+  s.num_chunks = s.tail_first + static_cast<int32_t>((total - s.tail_begin + tail - 1) / tail);
+  return s;
+}
+
+// 0 <= chunk < num_chunks.
+EVENKV_HOST_DEVICE ChunkRange chunk_range(const Schedule& s, int32_t chunk) {
+  int64_t begin = 0;
+  int64_t slots = s.tail_slots;
+  if (chunk >= s.tail_first) {
+    begin = s.tail_begin + (chunk - s.tail_first) * slots;
+  } else {
+    int k = 0;
+    for (; chunk >= s.workers; chunk -= s.workers, ++k) begin += halving_slots(s.per_worker, k) * s.workers;
+    slots = halving_slots(s.per_worker, k);
+    begin += chunk * slots;
+  }
+  ChunkRange range;
+  range.begin = begin;
+  range.end = begin + slots < s.total ? begin + slots : s.total;
+  return range;
+}
+
+// The chunk that holds a position, 0 <= position < total.
+EVENKV_HOST_DEVICE int32_t chunk_of(const Schedule& s, int64_t position) {
+  if (position >= s.tail_begin) {
+    return s.tail_first + static_cast<int32_t>((position - s.tail_begin) / s.tail_slots);
+  }
+  int32_t first = 0;
+  for (int k = 0;; ++k) {
+    const int64_t slots = halving_slots(s.per_worker, k);
+    if (position < slots * s.workers) return first + static_cast<int32_t>(position / slots);
+    position -= slots * s.workers;
+    first += s.workers;
+  }
+}
+
+}  // namespace evenkv
