@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from enum import Enum
 from typing import Annotated
 
 import typer
 
+from evenkv.cli.output import print_json
 from evenkv.pack.write import drift as solutions_drift
 from evenkv.pack.write import write_solutions
 from evenkv.paths import Repository, find_repository
@@ -42,7 +42,7 @@ def _check(repo: Repository, parts: list[Part], as_json: bool) -> None:
     lines = {part.value: list(find[part](repo)) for part in parts}
     count = sum(map(len, lines.values()))
     if as_json:
-        typer.echo(json.dumps({"ok": count == 0, "drift": lines}))
+        print_json({"ok": count == 0, "drift": lines})
     elif count == 0:
         typer.echo(f"No drift: {' and '.join(lines)} are what their sources give.")
     else:
@@ -71,7 +71,7 @@ def _write(repo: Repository, parts: list[Part], as_json: bool) -> None:
             "unchanged": result.unchanged,
         }
     if as_json:
-        typer.echo(json.dumps(report))
+        print_json(report)
         return
     for name, counts in report.items():
         parts_of_line = [
