@@ -142,7 +142,10 @@ def test_code_that_does_not_build_is_a_named_error_and_leaves_no_entry(tiny, cac
     ]
     with pytest.raises(EvenkvError, match="tiny_h5_kv1_d128_ps1 does not build.*") as caught:
         build.build_solution(tiny.model_copy(update={"sources": sources}))
-    assert "no such thing" in caught.value.problem
+    assert "binding.cpp:1" in caught.value.problem and "no such thing" in caught.value.problem
+    assert "\n" not in caught.value.problem
+    (log,) = cache.glob("*.log")
+    assert str(log) in caught.value.remedy and "ninja" in log.read_text(encoding="utf-8")
     assert _entries(cache) == []
 
 

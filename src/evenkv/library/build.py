@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -20,6 +21,7 @@ import filelock
 from flashinfer_bench.data import Solution
 
 from evenkv.errors import EvenkvError
+from evenkv.files import write_atomic
 from evenkv.library import toolchain
 from evenkv.library.load import load_python, load_shared_library, passing_outputs
 from evenkv.pack.manifest import find_kernel
@@ -31,6 +33,9 @@ _CXX_SUFFIXES = (".cpp", ".cc", ".cxx", ".c")
 _CUDA_SUFFIXES = (".cu",)
 _ENTRY = "entry.json"
 _LIBRARY = "kernel.so"
+
+# g++, nvcc, ptxas and ld; ninja's own "FAILED" line says nothing that these do not.
+_COMPLAINT = re.compile(r"\berror\b|cannot find|undefined reference|undefined symbol")
 
 _built: dict[str, Callable[..., None]] = {}
 _built_guard = threading.Lock()
@@ -202,10 +207,20 @@ def _compile(work: Path, solution: Solution) -> Path:
             build_directory=str(objects),
         )
     except RuntimeError as error:
-        raise EvenkvError(
-            f"Solution {solution.name} does not build: {error}", "Mend the source that the compiler names."
-        ) from error
+        raise _build_fault(work, solution, str(error)) from error
     return Path(library)
+
+
+def _build_fault(work: Path, solution: Solution, log: str) -> EvenkvError:
+    """One line out of a compiler's pages, the rest kept beside the cache entries."""
+    log = log.replace(f"{work / 'sources'}/", "")
+    kept = work.parent / f"{solution.name}.log"
+    write_atomic(kept, log.encode())
+    first = next((line for line in log.splitlines() if _COMPLAINT.search(line)), "no line says why")
+    remedy = f"Mend the source; the whole log is {kept}."
+    if "cannot find -lcudart" in first:
+        remedy = f"Set CUDA_HOME to the CUDA toolkit's folder (the one with lib64); the whole log is {kept}."
+    return EvenkvError(f"Solution {solution.name} does not build: {first.strip()}.", remedy)
 
 
 def _digest(path: Path) -> str:
