@@ -9,6 +9,15 @@ namespace evenkv {
 
 enum class CacheDtype { kBFloat16 = 1, kFloat8E4M3 = 2, kFloat8E5M2 = 3 };
 
+// The definition's group size, 0 when the build leaves it open.
+constexpr int known_group_size() {
+#if EVENKV_NUM_QO_HEADS > 0 && EVENKV_NUM_KV_HEADS > 0
+  return EVENKV_NUM_QO_HEADS / EVENKV_NUM_KV_HEADS;
+#else
+  return 0;
+#endif
+}
+
 struct Strides {  // in elements; the last dimension's is 1
   int64_t page, token, head;
 };
@@ -33,12 +42,8 @@ struct Arguments {
   uint16_t* output;  // [batch, num_qo_heads, head_dim] bf16, contiguous
   float* lse;        // [batch, num_qo_heads] base 2, contiguous
 
-  int group_size() const {
-    if constexpr (EVENKV_NUM_KV_HEADS > 0 && EVENKV_NUM_QO_HEADS > 0) {
-      return EVENKV_NUM_QO_HEADS / EVENKV_NUM_KV_HEADS;
-    }
-    return num_qo_heads / num_kv_heads;
-  }
+  // Query heads that share one KV head.
+  int group_size() const { return known_group_size() > 0 ? known_group_size() : num_qo_heads / num_kv_heads; }
   int dim() const { return EVENKV_HEAD_DIM > 0 ? EVENKV_HEAD_DIM : head_dim; }
   int tokens_per_page() const { return EVENKV_PAGE_SIZE > 0 ? EVENKV_PAGE_SIZE : page_size; }
 

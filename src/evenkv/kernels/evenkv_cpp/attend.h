@@ -7,15 +7,18 @@
 
 #include "convert.h"
 
-// Row addresses of one tile.
+// Row addresses of one tile, and of the first K rows of the next.
 template <class Element>
 struct TileRows {
-  const typename Element::Storage* k[kTileTokens];
+  const typename Element::Storage* k[kTileTokens + kRowsAhead];
   const typename Element::Storage* v[kTileTokens];
+  int count;        // tokens of the tile
+  int known_count;  // entries of k
 };
 
+// `tokens_left` counts from `first_token` to the chunk's end.
 template <class Element>
-void find_rows(const Arguments& a, int64_t request, int64_t first_token, int count, int kv_head,
+void find_rows(const Arguments& a, int64_t request, int64_t first_token, int64_t tokens_left, int kv_head,
                TileRows<Element>& rows) {
   using Storage = typename Element::Storage;
   const auto* k = static_cast<const Storage*>(a.k_cache) + kv_head * a.k_strides.head;
@@ -23,9 +26,11 @@ void find_rows(const Arguments& a, int64_t request, int64_t first_token, int cou
   const int page_size = a.tokens_per_page();
   const int32_t* page = a.kv_indices + a.kv_indptr[request] + first_token / page_size;
   int64_t slot = first_token % page_size;
-  for (int t = 0; t < count; ++t) {
+  rows.count = static_cast<int>(std::min<int64_t>(kTileTokens, tokens_left));
+  rows.known_count = static_cast<int>(std::min<int64_t>(kTileTokens + kRowsAhead, tokens_left));
+  for (int t = 0; t < rows.known_count; ++t) {
     rows.k[t] = k + *page * a.k_strides.page + slot * a.k_strides.token;
-    rows.v[t] = v + *page * a.v_strides.page + slot * a.v_strides.token;
+    if (t < rows.count) rows.v[t] = v + *page * a.v_strides.page + slot * a.v_strides.token;
     if (++slot == page_size) slot = 0, ++page;
   }
 }
@@ -36,13 +41,16 @@ inline void prefetch_row(const void* row, int bytes) {
 
 // scores[h][t] = q[h] . k[t], for kHeads heads from q; q is padded with zeros to whole vectors.
 template <class Element, int kHeads>
-void score_tile(const Arguments& a, const TileRows<Element>& rows, int count, const float* q, int q_stride,
-                bool fetch_v, float* scores) {
+void score_tile(const Arguments& a, const TileRows<Element>& rows, const float* q, int q_stride, bool fetch,
+                float* scores) {
   const int dim = a.dim();
   const int whole = dim - dim % kLanes;
   const int row_bytes = dim * static_cast<int>(sizeof(typename Element::Storage));
-  for (int t = 0; t < count; ++t) {
-    if (fetch_v) prefetch_row(rows.v[t], row_bytes);
+  for (int t = 0; t < rows.count; ++t) {
+    if (fetch) {
+      prefetch_row(rows.v[t], row_bytes);
+      if (t + kRowsAhead < rows.known_count) prefetch_row(rows.k[t + kRowsAhead], row_bytes);
+    }
     const auto* k = rows.k[t];
     Floats sums[kHeads] = {};
     for (int j = 0; j < whole; j += kLanes) {
@@ -80,12 +88,12 @@ inline float soften_tile(float* scores, int count, float& maximum, float& sum) {
 
 // One vector of output columns: sums[h] += p[h][t] * v[t], over the tile.
 template <class Element, int kHeads, class Load>
-inline void weigh_columns(const TileRows<Element>& rows, int count, const float* p, const float* shrink,
-                          float* sums, int sums_stride, Load load_v) {
+inline void weigh_columns(const TileRows<Element>& rows, const float* p, const float* shrink, float* sums,
+                          int sums_stride, Load load_v) {
   Floats acc[kHeads];
 #pragma GCC unroll 8
   for (int h = 0; h < kHeads; ++h) acc[h] = load(sums + h * sums_stride) * shrink[h];
-  for (int t = 0; t < count; ++t) {
+  for (int t = 0; t < rows.count; ++t) {
     const Floats x = load_v(rows.v[t]);
 #pragma GCC unroll 8
     for (int h = 0; h < kHeads; ++h) acc[h] += x * p[h * kTileTokens + t];
@@ -95,18 +103,18 @@ inline void weigh_columns(const TileRows<Element>& rows, int count, const float*
 }
 
 template <class Element, int kHeads>
-void weigh_tile(const Arguments& a, const TileRows<Element>& rows, int count, const float* p,
-                const float* shrink, float* sums, int sums_stride) {
+void weigh_tile(const Arguments& a, const TileRows<Element>& rows, const float* p, const float* shrink,
+                float* sums, int sums_stride) {
   const int dim = a.dim();
   const int whole = dim - dim % kLanes;
   using Storage = typename Element::Storage;
   for (int j = 0; j < whole; j += kLanes) {
-    weigh_columns<Element, kHeads>(rows, count, p, shrink, sums + j, sums_stride,
+    weigh_columns<Element, kHeads>(rows, p, shrink, sums + j, sums_stride,
                                    [j](const Storage* v) { return load<Element>(v + j); });
   }
   if (whole < dim) {
     weigh_columns<Element, kHeads>(
-        rows, count, p, shrink, sums + whole, sums_stride,
+        rows, p, shrink, sums + whole, sums_stride,
         [whole, dim](const Storage* v) { return load_some<Element>(v + whole, dim - whole); });
   }
 }
@@ -147,17 +155,17 @@ void attend_chunk_of(const Arguments& a, const Chunk& chunk, int kv_head, Worksp
 
   TileRows<Element> rows;
   for (int64_t done = 0; done < chunk.num_tokens; done += kTileTokens) {
-    const int count = static_cast<int>(std::min<int64_t>(kTileTokens, chunk.num_tokens - done));
-    find_rows(a, chunk.request, chunk.first_token + done, count, kv_head, rows);
+    find_rows(a, chunk.request, chunk.first_token + done, chunk.num_tokens - done, kv_head, rows);
     for_head_blocks(group, [&](int first, auto heads) {
-      score_tile<Element, heads.value>(a, rows, count, work.q + first * padded, padded, first == 0,
+      score_tile<Element, heads.value>(a, rows, work.q + first * padded, padded, first == 0,
                                        work.scores + first * kTileTokens);
     });
     for (int h = 0; h < group; ++h) {
-      work.shrink[h] = soften_tile(work.scores + h * kTileTokens, count, partial.maximum[h], partial.sum[h]);
+      work.shrink[h] =
+          soften_tile(work.scores + h * kTileTokens, rows.count, partial.maximum[h], partial.sum[h]);
     }
     for_head_blocks(group, [&](int first, auto heads) {
-      weigh_tile<Element, heads.value>(a, rows, count, work.scores + first * kTileTokens, work.shrink + first,
+      weigh_tile<Element, heads.value>(a, rows, work.scores + first * kTileTokens, work.shrink + first,
                                        partial.weighted + first * padded, padded);
     });
   }

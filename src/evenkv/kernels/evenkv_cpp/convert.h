@@ -2,6 +2,7 @@
 // Included once for each instruction set, inside its namespace (see instruction_sets.h): no include guard.
 
 typedef float Floats __attribute__((vector_size(EVENKV_LANES * 4)));
+typedef float Quad __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(EVENKV_LANES * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(EVENKV_LANES * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(EVENKV_LANES)));
@@ -16,6 +17,19 @@ inline Ints splat_int(int32_t value) { return Ints{} + value; }
 // Lanes of `yes` where `mask` is all ones, of `no` where it is zero.
 inline Floats select(Ints mask, Floats yes, Floats no) {
   return as_floats((mask & as_ints(yes)) | (~mask & as_ints(no)));
+}
+
+// Compilers take a direct conversion from bytes apart, element by element.
+inline Ints widen_bytes(Bytes raw) {
+#if EVENKV_LANES == 8
+  __m128i wide{};
+  __builtin_memcpy(&wide, &raw, sizeof raw);
+  return (Ints)_mm256_cvtepu8_epi32(wide);
+#elif EVENKV_LANES == 16
+  return (Ints)_mm512_cvtepu8_epi32((__m128i)raw);
+#else
+  return __builtin_convertvector(raw, Ints);
+#endif
 }
 
 inline Floats load(const float* from) {
@@ -40,7 +54,7 @@ struct Float8 {
   static Floats widen(Vector raw) {
     constexpr int kExponentOne = 1 << kMantissa;  // the smallest normal, as an 8-bit pattern
     constexpr int kTop = kHasInfinity ? 0x7C : 0x7F;
-    const Ints code = __builtin_convertvector(raw, Ints);
+    const Ints code = widen_bytes(raw);
     const Ints magnitude = code & 0x7F;
     const Ints sign = (code & 0x80) << 24;
     const Ints moved = magnitude << (23 - kMantissa);
@@ -73,13 +87,11 @@ inline Floats load_some(const typename Element::Storage* from, int count) {
 }
 
 inline float sum_lanes(Floats values) {
-  float lanes[kLanes];
-  store(lanes, values);
+  Quad quads[kLanes / 4];
+  __builtin_memcpy(quads, &values, sizeof values);
 #pragma GCC unroll 4
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
+  for (int i = 1; i < kLanes / 4; ++i) quads[0] += quads[i];
+  return (quads[0][0] + quads[0][2]) + (quads[0][1] + quads[0][3]);
 }
 
 // 2^x to about one unit in the last place; 0 below 2^-125, NaN for NaN, for x up to 0 (and a little more).

@@ -9,6 +9,11 @@
 #include <limits>
 #include <type_traits>
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#define EVENKV_HAS_AVX 1
+#endif
+
 #include "arguments.h"
 #include "partial.h"
 #include "schedule.h"
@@ -16,17 +21,9 @@
 namespace evenkv {
 
 constexpr int kTileTokens = 64;   // K and V rows of a tile (32 KB in bf16, head_dim 128) stay in L1 and L2
+constexpr int kRowsAhead = 8;     // K rows fetched before they are needed: 2 KB in flight
 constexpr int kMaxHeadBlock = 8;  // sums of 8 heads, one K vector and one of q fill 16 registers
 constexpr float kLog2E = 1.44269504088896340736f;
-
-// The definition's group size, 0 when the build leaves it open.
-constexpr int known_group_size() {
-#if EVENKV_NUM_QO_HEADS > 0 && EVENKV_NUM_KV_HEADS > 0
-  return EVENKV_NUM_QO_HEADS / EVENKV_NUM_KV_HEADS;
-#else
-  return 0;
-#endif
-}
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
@@ -38,9 +35,7 @@ namespace baseline {  // SSE2 on x86-64, NEON on aarch64
 }  // namespace baseline
 
 // Clang has neither this pragma nor its effect on templates: it keeps the baseline.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define EVENKV_HAS_AVX 1
-
+#ifdef EVENKV_HAS_AVX
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 namespace avx2 {
