@@ -30,8 +30,8 @@ class Lognormal:
     def __post_init__(self) -> None:
         if not (self.median > 0 and math.isfinite(self.median)):
             raise EvenkvError(f"median: wanted a positive number of tokens, got {self.median}.")
-        if not (self.sigma >= 0 and math.isfinite(self.sigma)):
-            raise EvenkvError(f"sigma: wanted 0 or more, got {self.sigma}.")
+        if not 0 <= self.sigma <= 5:
+            raise EvenkvError(f"sigma: wanted 0 to 5, got {self.sigma}.")
 
     @property
     def mean(self) -> float:
@@ -44,7 +44,7 @@ class Lognormal:
 
 @dataclass(frozen=True)
 class TrafficFit:
-    """`head` tokens common to all prompts, then `prompt` tokens of the request's own, then `output` tokens."""
+    """`head` tokens common to all prompts, then a request's own `prompt`, then its `output`."""
 
     head: int
     prompt: Lognormal

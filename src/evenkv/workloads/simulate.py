@@ -2,9 +2,9 @@
 
 Time is counted in decode steps. In each step finished requests give their pages back, waiting ones are
 admitted while a place and pages are free, and every running request writes one token. Pages are handed out
-first in, first out: a fresh pool gives runs of neighbours, one that has been turned over gives scattered pages,
-as a server that has run for days does (`aged_pool`). When the pool runs dry, unused shared prefixes are evicted,
-then the youngest request is sent back to the queue.
+first in, first out: a fresh pool gives runs of neighbours, one that has been turned over many times gives
+scattered pages (`aged_pool`). When the pool runs dry, unused shared prefixes are evicted, then the youngest
+request is sent back to the queue.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def simulate(
     Raises
     ------
     EvenkvError
-        When an argument is out of range, one request alone does not fit the pool, or the batch never fills.
+        When an argument is out of range, a pinned prompt does not fit the pool, or the batch never fills.
     """
     for name, value, least in (
         ("batch", batch, 1),
@@ -133,7 +133,8 @@ def simulate(
             lengths = [request.length for request in engine.running] + [0] * empty_requests
             return step_from_pages(pages, lengths, page_size, num_pages)
     raise EvenkvError(
-        f"batch: wanted {batch} requests in one step, got at most {most} with {num_pages} pages of {page_size}.",
+        f"batch: wanted {batch} requests in one step, got at most {most} with {num_pages} pages of "
+        f"{page_size}.",
         "Give more pages, a higher arrival rate or shorter prompts.",
     )
 
@@ -149,6 +150,12 @@ class _Engine:
         self.free: deque[int] = deque(order)
         self.prefixes = [_Prefix(length) for length in traffic.prefixes]
         self.running: list[_Request] = []
+        for length in traffic.pinned:
+            if not self._fits_alone(length):
+                raise EvenkvError(
+                    f"num_pages: wanted enough for the pinned prompt of {length} tokens, got {num_pages}.",
+                    "Give more pages.",
+                )
         self.waiting: deque[_Request] = deque(_Request(length, math.inf) for length in traffic.pinned)
         self.rate = traffic.arrival_rate or BUSY * batch / traffic.output.mean
         self.next_arrival = self._gap()
@@ -161,8 +168,9 @@ class _Engine:
         while self.next_arrival <= now:
             self.next_arrival += self._gap()
             # A client that finds a long queue goes away; the queue would only grow.
-            if len(self.waiting) < 4 * self.batch:
-                self.waiting.append(self._draw())
+            request = self._draw()
+            if len(self.waiting) < 4 * self.batch and self._fits_alone(request.prompt):
+                self.waiting.append(request)
         while self.waiting and len(self.running) < self.batch and self._admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
         for request in list(self.running):
@@ -188,7 +196,7 @@ class _Engine:
         if shared and not prefix.pages:
             ids = self._take(shared, spare=len(self.running))
             if ids is None:
-                return self._refuse(request)
+                return False
             prefix.pages = ids
         if shared:
             prefix.users += 1
@@ -196,27 +204,19 @@ class _Engine:
         if own is None:
             if shared:
                 prefix.users -= 1
-            return self._refuse(request)
+            return False
         request.pages = (prefix.pages if shared else []) + own
         request.shared_pages, request.length = shared, length
         return True
-
-    def _refuse(self, request: _Request) -> bool:
-        if not self.running:
-            raise EvenkvError(
-                f"num_pages: wanted enough for a prompt of {request.prompt} tokens in pages of "
-                f"{self.page_size}, got {self.num_pages}.",
-                "Give more pages, or a smaller longest context.",
-            )
-        return False
 
     def _grow(self, request: _Request) -> None:
         """Write one token; at a page's end this takes a page, if need be from the youngest request."""
         if request.length == len(request.pages) * self.page_size:
             while (page := self._take(1)) is None:
                 victim = self.running[-1]
-                if len(self.running) == 1:
-                    self._refuse_growth(request)
+                if victim is request and len(self.running) == 1:
+                    request.remaining = 0  # it fills the pool alone: this is as long as it gets
+                    return
                 self.running.remove(victim)
                 self._release(victim)
                 victim.own_prompt = victim.length - (victim.prefix.length if victim.prefix else 0)
@@ -229,12 +229,9 @@ class _Engine:
         if request.length >= self.traffic.max_context:
             request.remaining = 0
 
-    def _refuse_growth(self, request: _Request) -> None:
-        raise EvenkvError(
-            f"num_pages: wanted enough for one request of {request.length + 1} tokens in pages of "
-            f"{self.page_size}, got {self.num_pages}.",
-            "Give more pages, or a smaller longest context.",
-        )
+    def _fits_alone(self, length: int) -> bool:
+        """Whether a prompt and its next token fit the empty pool; servers turn longer ones away."""
+        return -(-length // self.page_size) + 1 <= self.num_pages
 
     def _take(self, count: int, spare: int = 0) -> list[int] | None:
         """`count` free pages while `spare` remain, unused prefixes evicted where that helps; or None."""

@@ -28,7 +28,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `path` relative to the trace set's root, with forward slashes, and `key` in the file."""
+    """Where a tensor lies: `path` from the trace set's root, with forward slashes, and `key` in the file."""
 
     path: str
     key: str
@@ -101,7 +101,7 @@ def load_workloads(path: Path, definition: str) -> list[Trace]:
     Raises
     ------
     EvenkvError
-        Naming file and line where one is not a workload of `definition`, or repeats a uuid with other content.
+        Naming file and line of what is not a workload of `definition`, or repeats a uuid otherwise.
     """
     if not path.exists():
         return []
@@ -136,7 +136,7 @@ def load_workloads(path: Path, definition: str) -> list[Trace]:
 
 
 def merge(present: Sequence[Trace], new: Sequence[Trace]) -> tuple[list[Trace], dict[str, int]]:
-    """Put `new` in the place of workloads with the same uuid, else at the end; count added, replaced, unchanged."""
+    """Put `new` in the place of those with the same uuid, else at the end; count what became of each."""
     merged = {trace.workload.uuid: trace for trace in present}
     counts = {"added": 0, "replaced": 0, "unchanged": 0}
     for trace in new:
