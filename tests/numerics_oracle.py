@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from evenkv.spec.family import DecodeSpec
 
 Rows = tuple[torch.Tensor, torch.Tensor]
