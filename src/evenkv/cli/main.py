@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 from evenkv.cli.doctor import doctor
 from evenkv.cli.pack import pack
 from evenkv.cli.run import run
+from evenkv.cli.workloads import app as workloads_app
 from evenkv.errors import EvenkvError
 
 # Options that take several values, `--definitions A B`, as `flashinfer-bench run` has them.
@@ -63,13 +64,7 @@ app = typer.Typer(
 app.command()(doctor)
 app.command(cls=ManyValuesCommand)(run)
 app.command()(pack)
-
-try:
-    from evenkv.cli.workloads import app as workloads_app
-except ModuleNotFoundError:
-    pass
-else:
-    app.add_typer(workloads_app, name="workloads", help="Import, draw and capture workloads.")
+app.add_typer(workloads_app, name="workloads", help="Import, draw and capture workloads.")
 
 
 def main() -> None:

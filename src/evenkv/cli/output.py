@@ -11,8 +11,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-stdout = Console()
-stderr = Console(stderr=True)
+_FILE_WIDTH = 160
+
+
+def _console(to_stderr: bool) -> Console:
+    console = Console(stderr=to_stderr)
+    if not console.is_terminal:
+        # A file has no width: wide enough that no row of a table wraps.
+        console.width = _FILE_WIDTH
+    return console
+
+
+stdout = _console(to_stderr=False)
+stderr = _console(to_stderr=True)
 
 
 class ShowProgress(Protocol):

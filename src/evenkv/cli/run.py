@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from evenkv.cli.output import print_json, progress_bar, stderr, stdout
+from evenkv.errors import EvenkvError
 from evenkv.evaluate.load import Case, kernel_of, load_package, select_cases
 from evenkv.paths import Repository, find_repository
 
@@ -87,7 +88,6 @@ def _on_cpu(
     kernels = [kernel for kernel in load_kernels(repository) if kernel.name in chosen]
     with progress_bar() as show:
         report = evaluate_on_cpu(cases, lengths, kernels, repository.root, budget_s, show)
-    failed = [asdict(r) for r in report.results if r.status != "PASSED"]
     if as_json:
         compiled = [
             {
@@ -124,11 +124,15 @@ def _on_cpu(
             + f"; {sum(c.ok for c in report.compiled)} of {len(report.compiled)} CUDA compilations ok."
         )
         for what, why in report.left_out:
-            stdout.print(f"Left out: {what}: {why}.", soft_wrap=True)
-        for result in failed:
-            stderr.print(f"{result['status']}: {result['solution']} on {result['workload']}", soft_wrap=True)
-            for fault in result["faults"]:
-                stderr.print(f"  {fault}", soft_wrap=True, markup=False)
+            stdout.print(f"Left out: {what}: {why.rstrip('.')}.", soft_wrap=True, markup=False)
+        for result in report.results:
+            for fault in result.faults:
+                line = f"{result.status}: {result.solution} on {result.workload}: {fault}"
+                stderr.print(line, soft_wrap=True, markup=False)
+        for compilation in report.compiled:
+            if not compilation.compiled:
+                line = f"{compilation.kernel} did not compile for {compilation.arch}: {compilation.log}"
+                stderr.print(line, soft_wrap=True, markup=False)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -177,6 +181,12 @@ def _on_gpu(
                 deadline=deadline,
                 progress=lambda what, done, total: show(what, done / max(total, 1)),
             )
+        except KeyboardInterrupt:
+            raise EvenkvError(
+                "Interrupted; the workloads that were done are in traces/.",
+                "Go on with the same command and --resume.",
+                exit_code=130,
+            ) from None
         finally:
             runner.close()
     rows = rows_from_traces(report.traces, lengths)

@@ -22,6 +22,7 @@ from flashinfer_bench.compile.builders import TVMFFIBuilder
 from flashinfer_bench.compile.utils import create_package_name
 from flashinfer_bench.data import Definition, Solution
 
+from evenkv.files import write_atomic
 from evenkv.library import toolchain
 
 _FLAG_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
@@ -65,8 +66,11 @@ def is_compiled(solution: Solution) -> bool:
 
 
 def is_built(solution: Solution) -> bool:
-    """Whether the shared library lies in the cache already; the builder still compares the sources."""
-    return (_build_folder(solution) / f"{_package_name(solution)}.so").is_file()
+    """Whether `build_all` has built and loaded it with this toolchain before."""
+    try:
+        return _mark(solution).read_text() == str(_library(solution).stat().st_size)
+    except OSError:
+        return False
 
 
 def build_all(
@@ -127,18 +131,22 @@ def _build_one(definition_json: str, solution_json: str) -> str | None:
         try:
             # A registry of its own: the shared one would answer a second try with the first one's error.
             BuilderRegistry([TVMFFIBuilder()]).build(definition, solution)
+            write_atomic(_mark(solution), str(_library(solution).stat().st_size).encode())
             return None
         except BuildError as error:
-            if last or not is_built(solution):
+            if last or not _library(solution).is_file():
                 return str(error)
         # A library that does not load, say from a run that was killed while linking: build it anew.
-        shutil.rmtree(_build_folder(solution), ignore_errors=True)
+        shutil.rmtree(_library(solution).parent, ignore_errors=True)
     return None
 
 
-def _package_name(solution: Solution) -> str:
-    return create_package_name(solution, "tvm_ffi_")
+def _library(solution: Solution) -> Path:
+    """Where upstream's builder puts the shared library."""
+    name = create_package_name(solution, "tvm_ffi_")
+    return Path(os.environ["FIB_CACHE_PATH"]) / "tvm_ffi" / name / f"{name}.so"
 
 
-def _build_folder(solution: Solution) -> Path:
-    return Path(os.environ["FIB_CACHE_PATH"]) / "tvm_ffi" / _package_name(solution)
+def _mark(solution: Solution) -> Path:
+    """Says that the library beside it was whole: the linker may have been killed halfway through."""
+    return _library(solution).with_suffix(".whole")

@@ -11,6 +11,7 @@ from rich.table import Table
 from evenkv.evaluate.cpu import CpuReport
 from evenkv.evaluate.load import kernel_name
 from evenkv.numerics.bytes import problem_bytes
+from evenkv.pack.compile import CompileResult
 from evenkv.spec.family import parse_name
 
 OURS = "evenkv_cuda"
@@ -135,19 +136,16 @@ def gpu_table(rows: Sequence[Row]) -> Table:
 def cpu_table(report: CpuReport) -> Table:
     """CPU results, one row a (workload, solution)."""
     table = Table(caption="host times: they say nothing about a GPU")
-    for name in ("definition", "workload"):
+    for name in ("definition", "workload", "solution", "status"):
         table.add_column(name, overflow="fold")
-    table.add_column("solution")
-    table.add_column("status", overflow="fold")
     for name in ("host ms", "max abs err", "rel err"):
         table.add_column(name, justify="right")
     for result in report.results:
-        status = result.status if not result.faults else f"{result.status}: {result.faults[0]}"
         table.add_row(
             parse_name(result.definition).short_name,
             result.workload,
             kernel_name(result.solution, result.definition),
-            status,
+            result.status,
             _number(result.latency_ms, ".2f"),
             _number(result.max_abs_err, ".1e"),
             _number(result.rel_err, ".1e"),
@@ -156,25 +154,27 @@ def cpu_table(report: CpuReport) -> Table:
 
 
 def compile_table(report: CpuReport) -> Table:
-    """CUDA compilations, one row a (source, geometry, target)."""
-    table = Table(title="CUDA sources compiled, not run")
-    for name in ("kernel", "source", "geometry", "target", "status"):
-        table.add_column(name, overflow="fold")
-    for name in ("registers", "spilled bytes", "s"):
-        table.add_column(name, justify="right")
+    """CUDA compilations: one row a (source, geometry), one column a target with registers a thread."""
+    rows: dict[tuple[str, str, tuple[str, ...]], dict[str, CompileResult]] = {}
     for result in report.compiled:
-        more = f" and {len(result.specs) - 1} more" if len(result.specs) > 1 else ""
-        table.add_row(
-            result.kernel,
-            result.source,
-            parse_name(result.specs[0]).short_name + more,
-            result.arch,
-            "ok" if result.ok else "spills" if result.compiled else "FAILED",
-            str(result.registers),
-            str(result.spill_stores + result.spill_loads),
-            f"{result.seconds:.0f}{' (cached)' if result.cached else ''}",
-        )
+        rows.setdefault((result.kernel, result.source, result.specs), {})[result.arch] = result
+    targets = list(dict.fromkeys(result.arch for result in report.compiled))
+    table = Table(title="CUDA sources compiled, not run (registers a thread)")
+    for name in ("kernel", "source", "geometry", *targets):
+        table.add_column(name, overflow="fold")
+    for (kernel, source, specs), by_target in rows.items():
+        more = f" and {len(specs) - 1} more" if len(specs) > 1 else ""
+        geometry = parse_name(specs[0]).short_name + more
+        table.add_row(kernel, source, geometry, *(_verdict(by_target.get(target)) for target in targets))
     return table
+
+
+def _verdict(result: CompileResult | None) -> str:
+    if result is None:
+        return "-"
+    if not result.compiled:
+        return "FAILED"
+    return f"ok ({result.registers})" if result.ok else f"spills {result.spill_stores + result.spill_loads} B"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
