@@ -68,16 +68,20 @@ def generate(
 
 
 def regenerate(
-    repo: Repository, *, check: bool = False, progress: Callable[[str], None] = lambda name: None
+    repo: Repository,
+    specs: Sequence[DecodeSpec] = FAMILY,
+    *,
+    check: bool = False,
+    progress: Callable[[str], None] = lambda name: None,
 ) -> list[str]:
-    """Bring the committed set on the disk back to what `generate` gives; workloads added later stay.
+    """Bring the committed workloads of `specs` back to what `generate` gives; added ones stay.
 
     Returns
     -------
     list of str
         Files that differed, relative to the root, sorted. They are left as they are when `check` is set.
     """
-    wanted = generate(progress=progress)
+    wanted = generate(specs, progress)
     contents: dict[str, bytes] = dict(wanted.blobs)
     for definition, workloads in wanted.workloads.items():
         path = store.workloads_path(repo, definition)

@@ -32,7 +32,7 @@ class Traffic:
 
     `prompt` is a request's own part, `output` the tokens it generates. With `prefix_probability` a request
     starts with one of the `prefixes` (lengths in tokens), chosen evenly; `share_prefixes` keeps their whole
-    pages once in the pool, as a radix cache does. `pinned` prompts arrive first and never finish.
+    pages once in the pool, as a radix cache does. `pinned` prompts arrive first and go on to `max_context`.
     `arrival_rate` is requests per decode step; None keeps the batch full. No context passes `max_context`.
     """
 
