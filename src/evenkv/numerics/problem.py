@@ -57,14 +57,15 @@ class Problem:
     def to(self, device: str | torch.device) -> Problem:
         """The same problem on `device`; strides and shared storages (interleaved K and V) are kept."""
         storages: dict[int, torch.Tensor] = {}
+        target = torch.empty(0, device=device).device  # with its index, unlike torch.device("cuda")
 
         def move(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value.device == torch.device(device):
+            if not isinstance(value, torch.Tensor) or value.device == target:
                 return value
             storage = value.untyped_storage()
             if storage.data_ptr() not in storages:
-                raw = torch.empty(0, dtype=torch.uint8).set_(storage)
-                storages[storage.data_ptr()] = raw.to(device)
+                raw = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+                storages[storage.data_ptr()] = raw.to(target)
             moved = storages[storage.data_ptr()].view(value.dtype)
             return moved.as_strided(value.shape, value.stride(), value.storage_offset())
 
