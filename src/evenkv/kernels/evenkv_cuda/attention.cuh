@@ -11,8 +11,6 @@
 namespace evenkv {
 
 constexpr int kSteps = kHeadDim / 16;      // 16-deep steps of K Q^T, and 16-row blocks of V^T P^T
-constexpr int kPartialStride = kHeadDim + 4;  // floats a head: O, then m, l and padding (spreads the banks)
-constexpr int kPartialFloats = kUnitHeads * kPartialStride;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNoMaximum = -1e38f;  // finite: exp2(x - m) needs no guard for -inf
 

@@ -45,9 +45,9 @@ void check(const char* name, const TensorView& t, DLDataType type, std::initiali
     TVM_FFI_THROW(ValueError) << name << ": wanted cuda:" << device.device_id << " like q, got cuda:" << t.device().device_id;
   }
   bool same = t.ndim() == static_cast<int>(shape.size());
-  int i = 0;
-  if (same) {
-    for (const int64_t size : shape) same &= size < 0 || t.size(i++) == size || (i++, false);
+  for (int d = 0; same && d < t.ndim(); ++d) {
+    const int64_t size = shape.begin()[d];
+    same = size < 0 || t.size(d) == size;
   }
   if (!same) {
     std::string wanted, came;

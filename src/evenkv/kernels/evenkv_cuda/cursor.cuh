@@ -33,6 +33,7 @@ enum TileFlags : uint32_t {
   kStartsBefore = 4,  // the request has earlier tokens outside the piece (set on the first tile)
   kEndsAfter = 8,     // ... later tokens (set on the last tile)
   kPoisoned = 16,     // kv_last_page_len is out of range: the request's outputs become NaN
+  kLastOfChunk = 32,  // the warp's last tile of a chunk (a tile of no tokens where its part has none)
 };
 
 // The last request whose first page is at most `page`: the owner of that page. Independent loads first: batches
@@ -62,21 +63,23 @@ __device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_
 
 class Cursor {
  public:
-  // Walks `slots` positions from `unit`, `slot` on; a unit has `unit_slots` slots.
-  __device__ __forceinline__ Cursor(const DecodeParams& p, int32_t id_limit, int32_t unit_slots, int32_t unit,
-                                    int32_t slot, int32_t slots)
-      : p_(p), page_(p.page_size), lane_(threadIdx.x & 31), id_limit_(id_limit), unit_slots_(unit_slots),
-        unit_(unit), slot_(slot) {
-    if (slots <= 0) {
-      unit_end_ = slot_;
-      left_ = 0;
-      return;
-    }
-    unit_end_ = min(unit_slots, slot + slots);
+  __device__ __forceinline__ Cursor(const DecodeParams& p, int32_t unit_slots)
+      : p_(p), page_(p.page_size), lane_(threadIdx.x & 31), unit_slots_(unit_slots) {
+    id_limit_ = min(page_.page_of(unit_slots), p.num_kv_indices);
+  }
+
+  // Starts a walk over `slots` positions from `unit`, `slot` on.
+  __device__ __forceinline__ void begin(int32_t unit, int32_t slot, int32_t slots) {
+    unit_ = unit;
+    slot_ = slot;
+    unit_end_ = slot;
+    left_ = 0;
+    in_piece_ = false;
+    if (slots <= 0) return;
+    unit_end_ = min(unit_slots_, slot + slots);
     left_ = slots - (unit_end_ - slot);
     load_ids(page_.page_of(slot));
-    const int32_t request = find_request(p.kv_indptr, p.batch, page_.page_of(slot));
-    load_requests(request);
+    load_requests(find_request(p_.kv_indptr, p_.batch, page_.page_of(slot)));
     take_request(0);
   }
 
@@ -218,8 +221,9 @@ class Cursor {
   const DecodeParams& p_;
   const PageSize page_;
   const int lane_;
-  const int32_t id_limit_, unit_slots_;
-  int32_t unit_, slot_, unit_end_, left_;
+  const int32_t unit_slots_;  // slots of one unit
+  int32_t id_limit_;          // page ids that may be read
+  int32_t unit_ = 0, slot_ = 0, unit_end_ = 0, left_ = 0;
   int32_t tile_slot_ = 0, tile_tokens_ = 0;
   uint32_t flags_ = 0;
   bool in_piece_ = false;

@@ -112,7 +112,7 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
       workers_of[device] = workers;
     }
   }
-  const size_t slots = static_cast<size_t>(workers) * (kChunksPerWorkerBound * 2 * kHeads + kWarps);
+  const size_t slots = static_cast<size_t>(workers) * (kChunksPerWorkerBound * 2 * kHeads + kWarps * 2);
   Scratch scratch;
   if (const char* error = get_scratch(device, stream, workers, slots * kPartialFloats * sizeof(float), scratch)) {
     return error;

@@ -19,17 +19,23 @@ constexpr int kTicket = 0, kLeft = 1, kArrivals = 2;
 template <int kHeads>
 struct SharedMemory {
   uint8_t ring[kWarps][kRingBytes];
+  union {
+    float pieces[kPiecesInShared ? kWarps : 1][kPartialFloats];  // each warp's last cut piece of a chunk
+    uint8_t sums[8192];                                          // the chunk merge's, after the pieces were read
+  };
   Tile tiles[kWarps][kStages];
-  Piece pieces[kWarps / kHeads][2];
+  Piece cut_pieces[kWarps / kHeads][2];
   CutRequest cuts[2];
-  int32_t next_chunk;
+  int32_t next_chunk[2];  // by parity of the chunk's place in the block's sequence
 };
+constexpr int32_t kUnclaimed = -1, kClaiming = -2;
 
-// Scratch behind the chunks' slots: a warp's early piece (see Piece).
+// Where a warp's cut piece waits for its block (see Piece): scratch behind the chunks' slots, or shared memory.
 template <int kHeads>
-__device__ __forceinline__ float* early_slot(const DecodeParams& p, int warp) {
+__device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory<kHeads>& shared, int warp, int index) {
+  if (kPiecesInShared && index == 1) return shared.pieces[warp];
   const int64_t slots = static_cast<int64_t>(p.workers) * kChunksPerWorkerBound * 2 * kHeads;
-  return p.partials + (slots + static_cast<int64_t>(blockIdx.x) * kWarps + warp) * kPartialFloats;
+  return p.partials + (slots + (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * 2 + index) * kPartialFloats;
 }
 
 // Requests without tokens have no slots on the line: every warp of the grid looks after its share of them.
@@ -47,75 +53,6 @@ __device__ __forceinline__ void write_empty_requests(const DecodeParams& p) {
   }
 }
 
-// One warp's part of a chunk.
-template <int kHeads>
-__device__ __forceinline__ void stream_part(const DecodeParams& p, SharedMemory<kHeads>& shared, int32_t unit_slots,
-                                            const ChunkRange& range, bool first_chunk) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  const int part = warp / kHeads, sub = warp % kHeads;
-  constexpr int kBlockParts = kWarps / kHeads;
-  const int32_t chunk_slots = static_cast<int32_t>(range.end - range.begin);
-  const int32_t part_slots = static_cast<int32_t>(round_up_to_tile((chunk_slots + kBlockParts - 1) / kBlockParts));
-  const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
-  const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
-  if (sub == 0 && lane < 2) shared.pieces[part][lane].flags = 0;
-  __syncwarp();
-
-  const int32_t unit = static_cast<int32_t>(begin / unit_slots);
-  Cursor cursor(p, min(unit_slots / p.page_size, p.num_kv_indices), unit_slots, unit,
-                static_cast<int32_t>(begin - static_cast<int64_t>(unit) * unit_slots), slots);
-  const uint32_t ring = shared_address(shared.ring[warp]);
-  Tile* tiles = shared.tiles[warp];
-  int32_t produced = 0;
-  bool more = true;
-  const auto produce = [&] {
-    if (more) more = cursor.next();
-    if (more) {
-      const int stage = produced % kStages;
-      const UnitHeads heads(cursor.unit(), kHeads, sub);
-      const Tile tile = cursor.copy_tile(ring + stage * kTileBytes, heads.kv_head);
-      if (lane == 0) tiles[stage] = tile;
-      ++produced;
-    }
-    copy_async_commit();
-  };
-#pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) produce();
-  if (first_chunk) write_empty_requests(p);
-
-  Attention attention;
-  uint32_t starts_before = 0;
-#pragma unroll 1
-  for (int32_t consumed = 0; consumed < produced; ++consumed) {
-    __syncwarp();  // the stage that the next copies fill was read by all lanes
-    produce();
-    __syncwarp();  // the tile's description is visible
-    const int stage = consumed % kStages;
-    const Tile tile = tiles[stage];
-    const UnitHeads heads(tile.unit, kHeads, sub);
-    if (tile.flags & kFirstOfPiece) {
-      attention.start(p, tile.request, heads.head0, heads.heads, heads.kv_head);
-      starts_before = tile.flags & kStartsBefore;
-    }
-    copy_async_wait<kStages - 1>();
-    __syncwarp();  // all lanes' copies of the tile arrived
-    attention.attend(ring + stage * kTileBytes, tile.tokens, tile.flags & kPoisoned);
-    if (tile.flags & kLastOfPiece) {
-      attention.finish();
-      const uint32_t cut = starts_before | (tile.flags & kEndsAfter);
-      if (cut == 0) {
-        write_whole_piece(p, tile.request, heads, attention);
-      } else {
-        const int last = consumed + 1 == produced;
-        __syncwarp();
-        attention.store_partial(last ? reinterpret_cast<float*>(shared.ring[warp]) : early_slot<kHeads>(p, warp));
-        if (sub == 0 && lane == 0) shared.pieces[part][last] = {tile.request, tile.unit, kFirstOfPiece | cut, 0};
-      }
-    }
-  }
-  copy_async_wait<0>();
-}
-
 // Merges the warps' cut pieces of a chunk: whole requests are written, cut ones go to the chunk's scratch slots and
 // are noted in shared.cuts. Called by all threads after a barrier.
 template <int kHeads>
@@ -124,7 +61,7 @@ __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   // Lane i looks at piece i; chains are runs of pieces of one request.
   uint32_t flags = 0;
-  if (lane < kPieces) flags = shared.pieces[lane / 2][lane % 2].flags;
+  if (lane < kPieces) flags = shared.cut_pieces[lane / 2][lane % 2].flags;
   const uint32_t present = __ballot_sync(kAllLanes, flags != 0);
   if (present == 0) return;
   const bool leads = flags != 0 && (!(flags & kStartsBefore) || lane == __ffs(present) - 1);
@@ -141,9 +78,9 @@ __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<
     const uint32_t below_end = rest == 0 ? kAllLanes : (1u << (__ffs(rest) - 1)) - 1;
     const uint32_t members = present & (kAllLanes << begin) & below_end;
     const int end = 31 - __clz(members);
-    const Piece head_piece = shared.pieces[begin / 2][begin % 2];
+    const Piece head_piece = shared.cut_pieces[begin / 2][begin % 2];
     const uint32_t cut =
-        (head_piece.flags & kStartsBefore) | (shared.pieces[end / 2][end % 2].flags & kEndsAfter);
+        (head_piece.flags & kStartsBefore) | (shared.cut_pieces[end / 2][end % 2].flags & kEndsAfter);
     const int slot = (head_piece.flags & kStartsBefore) ? 0 : 1;
     constexpr int kQuads = kHeadDim / 4;
     for (int element = thread; element < kHeads * kUnitHeads * kQuads; element += threads) {
@@ -153,9 +90,7 @@ __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<
       for (uint32_t left = members; left != 0; left &= left - 1) {
         const int piece = __ffs(left) - 1;
         const int owner = piece / 2 * kHeads + sub;
-        const float* partial =
-            piece % 2 == 1 ? reinterpret_cast<const float*>(shared.ring[owner]) : early_slot<kHeads>(p, owner);
-        const float* row = partial + head * kPartialStride;
+        const float* row = piece_slot<kHeads>(p, shared, owner, piece % 2) + head * kPartialStride;
         sum.add(row[kHeadDim], row[kHeadDim + 1], *reinterpret_cast<const float4*>(row + d));
       }
       if (cut == 0) {
@@ -191,52 +126,198 @@ __device__ __forceinline__ void arrive(const DecodeParams& p, const Schedule& sc
   cut.first_chunk = chunk_of(schedule, begin);
   cut.last_chunk = chunk_of(schedule, begin + length - 1);
   int32_t* arrivals = p.counters + kArrivals + cut.first_chunk;
-  __threadfence();
+  __threadfence();  // cumulative: the block's partials, which the barrier before ordered, come first
   cut.merge_here = atomicAdd(arrivals, 1) == cut.last_chunk - cut.first_chunk;
   if (cut.merge_here) *arrivals = 0;
   __threadfence();
 }
 
+// All threads, when every warp is through with `chunk`.
+template <int kHeads>
+__device__ __forceinline__ void end_chunk(const DecodeParams& p, SharedMemory<kHeads>& shared, const Schedule& schedule,
+                                       int32_t unit_slots, int32_t chunk, int parity) {
+  __syncthreads();
+  merge_block<kHeads>(p, shared, chunk);
+  if (threadIdx.x == 0) shared.next_chunk[parity] = kUnclaimed;
+  __syncthreads();
+  const bool cut = shared.cuts[0].request >= 0 || shared.cuts[1].request >= 0;
+  if (!cut) return;
+  if (threadIdx.x < 2 && shared.cuts[threadIdx.x].request >= 0) {
+    arrive(p, schedule, unit_slots, shared.cuts[threadIdx.x]);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int slot = 0; slot < 2; ++slot) {
+    if (shared.cuts[slot].request >= 0 && shared.cuts[slot].merge_here) {
+      merge_chunks<kHeads>(p, shared.cuts[slot], reinterpret_cast<Merged*>(shared.sums));
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < 2) shared.cuts[threadIdx.x].request = -1;
+}
+
+// Feeds one warp's ring: walks the warp's part of one chunk after another.
+template <int kHeads>
+class Producer {
+ public:
+  __device__ __forceinline__ Producer(const DecodeParams& p, SharedMemory<kHeads>& shared, const Schedule& schedule,
+                                      int32_t unit_slots)
+      : p_(p), shared_(shared), schedule_(schedule), cursor_(p, unit_slots), unit_slots_(unit_slots),
+        ring_(shared_address(shared.ring[threadIdx.x / 32])), tiles_(shared.tiles[threadIdx.x / 32]) {
+    enter_chunk(blockIdx.x);
+  }
+
+  // Enqueues the next tile, if there is one and it is at most one chunk ahead of `chunks_done`.
+  __device__ __forceinline__ void produce(int32_t chunks_done) {
+    if (!more_tiles_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk(claim_chunk());
+    if (in_chunk_) {
+      const int lane = threadIdx.x & 31, sub = threadIdx.x / 32 % kHeads;
+      const int stage = produced_ % kStages;
+      Tile tile = {0, 0, 0, 0};
+      if (more_tiles_) {
+        const UnitHeads heads(cursor_.unit(), kHeads, sub);
+        tile = cursor_.copy_tile(ring_ + stage * kTileBytes, heads.kv_head);
+        more_tiles_ = cursor_.next();
+      }
+      if (!more_tiles_) {
+        tile.flags |= kLastOfChunk;
+        in_chunk_ = false;
+      }
+      if (lane == 0) tiles_[stage] = tile;
+      ++produced_;
+    }
+    copy_async_commit();
+  }
+
+  __device__ __forceinline__ int32_t produced() const { return produced_; }
+
+ private:
+  __device__ __forceinline__ void enter_chunk(int32_t chunk) {
+    if (chunk >= schedule_.num_chunks) {
+      at_end_ = true;
+      return;
+    }
+    constexpr int kBlockParts = kWarps / kHeads;
+    const int part = threadIdx.x / 32 / kHeads;
+    const ChunkRange range = chunk_range(schedule_, chunk);
+    const int32_t chunk_slots = static_cast<int32_t>(range.end - range.begin);
+    const int32_t part_slots = static_cast<int32_t>(round_up_to_tile((chunk_slots + kBlockParts - 1) / kBlockParts));
+    const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
+    const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
+    const int32_t unit = static_cast<int32_t>(begin / unit_slots_);
+    cursor_.begin(unit, static_cast<int32_t>(begin - static_cast<int64_t>(unit) * unit_slots_), slots);
+    more_tiles_ = cursor_.next();
+    in_chunk_ = true;
+    ++chunks_begun_;
+  }
+
+  // The block's next chunk: the first warp that runs dry draws the ticket, as late as that, for the others too.
+  __device__ __forceinline__ int32_t claim_chunk() {
+    if (schedule_.num_chunks <= static_cast<int32_t>(gridDim.x)) return schedule_.num_chunks;
+    int32_t chunk = 0;
+    if ((threadIdx.x & 31) == 0) {
+      int32_t* slot = &shared_.next_chunk[chunks_begun_ & 1];
+      chunk = atomicCAS(slot, kUnclaimed, kClaiming);
+      if (chunk == kUnclaimed) {
+        chunk = gridDim.x + atomicAdd(p_.counters + kTicket, 1);
+        atomicExch(slot, chunk);
+      } else {
+        while (chunk == kClaiming) chunk = *static_cast<volatile int32_t*>(slot);
+      }
+    }
+    return __shfl_sync(kAllLanes, chunk, 0);
+  }
+
+  const DecodeParams& p_;
+  SharedMemory<kHeads>& shared_;
+  const Schedule& schedule_;
+  Cursor cursor_;
+  const int32_t unit_slots_;
+  const uint32_t ring_;
+  Tile* const tiles_;
+  int32_t produced_ = 0, chunks_begun_ = 0;
+  bool more_tiles_ = false;  // the cursor stands on a tile
+  bool in_chunk_ = false;    // the chunk's last tile was not enqueued yet
+  bool at_end_ = false;      // no chunk is left
+};
+
 template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) uint8_t raw[];
   SharedMemory<kHeads>& shared = *reinterpret_cast<SharedMemory<kHeads>*>(raw);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int part = warp / kHeads, sub = warp % kHeads;
   const int32_t unit_slots = __ldg(p.kv_indptr + p.batch) * p.page_size;
   const int32_t units = p.num_kv_heads * kParts / kHeads;
-  const Schedule schedule =
-      make_schedule(static_cast<int64_t>(units) * unit_slots, p.workers, kScheduleTuning);
-  const bool tickets = schedule.num_chunks > static_cast<int32_t>(gridDim.x);
+  const Schedule schedule = make_schedule(static_cast<int64_t>(units) * unit_slots, p.workers, kScheduleTuning);
+  if (static_cast<int32_t>(blockIdx.x) >= schedule.num_chunks) {
+    write_empty_requests(p);
+    return;  // then num_chunks <= gridDim.x: no tickets to put back
+  }
+  if (threadIdx.x < 2) {
+    shared.cuts[threadIdx.x].request = -1;
+    shared.next_chunk[threadIdx.x] = kUnclaimed;
+  }
+  if (schedule.num_chunks > static_cast<int32_t>(gridDim.x)) __syncthreads();  // before the first claim
 
-  int32_t chunk = blockIdx.x;
-  if (chunk >= schedule.num_chunks) write_empty_requests(p);
-  while (chunk < schedule.num_chunks) {
-    int32_t next = schedule.num_chunks;
-    if (threadIdx.x == 0) {
-      shared.cuts[0].request = shared.cuts[1].request = -1;
-      if (tickets) next = gridDim.x + atomicAdd(p.counters + kTicket, 1);
-    }
-    stream_part<kHeads>(p, shared, unit_slots, chunk_range(schedule, chunk), chunk == blockIdx.x);
-    __syncthreads();
-    merge_block<kHeads>(p, shared, chunk);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x < 2 && shared.cuts[threadIdx.x].request >= 0) {
-      arrive(p, schedule, unit_slots, shared.cuts[threadIdx.x]);
-    }
-    if (threadIdx.x == 0) shared.next_chunk = next;
-    __syncthreads();
+  Producer<kHeads> producer(p, shared, schedule, unit_slots);
 #pragma unroll 1
-    for (int slot = 0; slot < 2; ++slot) {
-      if (shared.cuts[slot].request >= 0 && shared.cuts[slot].merge_here) {
-        __threadfence();
-        merge_chunks<kHeads>(p, shared.cuts[slot], reinterpret_cast<Merged*>(shared.ring));
+  for (int i = 0; i < kStages - 1; ++i) producer.produce(0);
+  write_empty_requests(p);
+
+  Attention attention;
+  const uint32_t ring = shared_address(shared.ring[warp]);
+  const Tile* tiles = shared.tiles[warp];
+  uint32_t starts_before = 0;
+  int32_t chunk = blockIdx.x, chunks_done = 0;
+  bool at_chunk_start = true;
+#pragma unroll 1
+  for (int32_t consumed = 0;; ++consumed) {
+    __syncwarp();  // the stage that the next copies fill was read by all lanes
+    producer.produce(chunks_done);
+    __syncwarp();  // the tile's description is visible
+    if (consumed == producer.produced()) break;
+    const int stage = consumed % kStages;
+    const Tile tile = tiles[stage];
+    if (at_chunk_start) {
+      at_chunk_start = false;
+      if (sub == 0 && lane < 2) shared.cut_pieces[part][lane].flags = 0;
+      __syncwarp();
+    }
+    if (tile.tokens != 0) {
+      const UnitHeads heads(tile.unit, kHeads, sub);
+      if (tile.flags & kFirstOfPiece) {
+        attention.start(p, tile.request, heads.head0, heads.heads, heads.kv_head);
+        starts_before = tile.flags & kStartsBefore;
+      }
+      copy_async_wait<kStages - 1>();
+      __syncwarp();  // all lanes' copies of the tile arrived
+      attention.attend(ring + stage * kTileBytes, tile.tokens, tile.flags & kPoisoned);
+      if (tile.flags & kLastOfPiece) {
+        attention.finish();
+        const uint32_t cut = starts_before | (tile.flags & kEndsAfter);
+        if (cut == 0) {
+          write_whole_piece(p, tile.request, heads, attention);
+        } else {
+          const int last = tile.flags & kLastOfChunk ? 1 : 0;
+          attention.store_partial(piece_slot<kHeads>(p, shared, warp, last));
+          if (sub == 0 && lane == 0) {
+            shared.cut_pieces[part][last] = {tile.request, tile.unit, kFirstOfPiece | cut, 0};
+          }
+        }
       }
     }
-    chunk = shared.next_chunk;
-    __syncthreads();
+    if (tile.flags & kLastOfChunk) {
+      // Copies of the next chunk's first tiles are in flight meanwhile.
+      end_chunk<kHeads>(p, shared, schedule, unit_slots, chunk, chunks_done & 1);
+      ++chunks_done;
+      at_chunk_start = true;
+      chunk = shared.next_chunk[chunks_done & 1];
+    }
   }
+  copy_async_wait<0>();
   // The last block to leave puts the tickets back to zero.
-  if (tickets && threadIdx.x == 0) {
+  if (schedule.num_chunks > static_cast<int32_t>(gridDim.x) && threadIdx.x == 0) {
     __threadfence();
     if (atomicAdd(p.counters + kLeft, 1) == static_cast<int32_t>(gridDim.x) - 1) {
       p.counters[kTicket] = 0;

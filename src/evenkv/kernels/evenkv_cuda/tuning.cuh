@@ -23,17 +23,38 @@ constexpr int kParts = (kGroupSize + kMostUnitHeads - 1) / kMostUnitHeads;
 constexpr int kUnitHeads = (kGroupSize + kParts - 1) / kParts;  // query heads of one unit's KV head
 constexpr int kColumnBlocks = (kUnitHeads + 7) / 8;             // query heads are the mma's columns, 8 a block
 
-// 24 KB of copies in flight a warp, 192 KB a block of one block an SM: five times what latency alone needs,
-// so that other SMs' copies fill the gaps in which one block merges (design probe: 107 % of copy peak).
-// head_dim 256 takes 4 warps: three tiles of 16 KB a warp.
 constexpr int kElementBytes = kIsFp8 ? 1 : 2;
 constexpr int kRowBytes = kHeadDim * kElementBytes;
 constexpr int kTileBytes = 2 * kTileTokens * kRowBytes;  // K rows, then V rows
-constexpr int kWarps = kTileBytes > 8192 ? 4 : 8;
+
+// Shared memory of a block, by the oldest architecture that this build is for (host and device agree on it).
+#ifdef __CUDA_ARCH_LIST__
+constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
+#else
+constexpr int kArchitectures[] = {900};
+#endif
+constexpr int oldest_architecture() {
+  int oldest = kArchitectures[0];
+  for (const int architecture : kArchitectures) oldest = architecture < oldest ? architecture : oldest;
+  return oldest;
+}
+constexpr int kSharedBudget = oldest_architecture() >= 900 ? 232448 : oldest_architecture() == 800 ? 166912 : 101376;
+
+// One block an SM. Its rings take what shared memory allows, 24 KB of copies in flight a warp on sm_90: five times
+// what latency alone needs, so that other SMs' copies fill the gaps of this one. 4 warps where a tile is large or
+// shared memory small.
+constexpr int kWarps = kTileBytes > 8192 || kSharedBudget < 131072 ? 4 : 8;
 constexpr int kThreads = kWarps * 32;
-constexpr int kRingBytes = 196608 / kWarps;  // a warp's ring
-constexpr int kStages = kRingBytes / kTileBytes;
-static_assert(kStages >= 3, "a ring needs three tiles to hide latency");
+
+constexpr int kPartialStride = kHeadDim + 4;  // floats a head: O, then m, l and padding (spreads the banks)
+constexpr int kPartialFloats = kUnitHeads * kPartialStride;
+// A warp leaves its cut piece in shared memory where groups up to 8 let it fit, else in scratch.
+constexpr bool kPiecesInShared = kUnitHeads <= 8;
+constexpr int kPieceBytes = kPiecesInShared ? kPartialFloats * 4 : 0;
+constexpr int kPieceArea = kWarps * kPieceBytes > 8192 ? kWarps * kPieceBytes : 8192;
+constexpr int kStages = (kSharedBudget - kPieceArea - 2048) / kWarps / kTileBytes;
+constexpr int kRingBytes = kStages * kTileBytes;
+static_assert(kStages >= 2, "no room for two tiles a warp");
 
 // Logits may pass the running maximum by 2^8 before accumulators are rescaled: fp32 sums and bf16 or fp16
 // probabilities up to 256 lose nothing, and most tiles skip the cross-lane maximum.
