@@ -22,6 +22,7 @@ from evenkv.pack.render import pack_solution
 from evenkv.paths import Repository
 from evenkv.spec.family import DecodeSpec
 
+CASES = {case.name: case for case in g_cases()}
 MODE = Mode(checked=True, invariant=True)
 SEED = DecodeSpec(5, 1, 128, 1)
 FP8 = DecodeSpec(32, 8, 128, 16, "float8_e4m3fn")
@@ -87,7 +88,7 @@ def threads() -> Iterator[Callable[[int], None]]:
         os.environ["EVENKV_CPU_THREADS"] = before
 
 
-@pytest.mark.parametrize("case", g_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_g_case(case: GCase, kernel: Callable[..., None]) -> None:
     assert run_case(case, kernel, mode=MODE) == []
 
@@ -112,6 +113,19 @@ def test_twenty_calls_and_any_number_of_threads_give_the_same_bits(
     for repeat in range(20):
         threads(1 + repeat % 5)
         assert bit_equal(call(problem, kernel)[:2], first), f"repeat {repeat}"
+
+
+@pytest.mark.parametrize("lanes", ["4", "8", "16"])
+def test_every_vector_width_is_right(
+    lanes: str, kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 falls back to 8, and 8 to 4, where the processor has no such registers."""
+    monkeypatch.setenv("EVENKV_CPU_LANES", lanes)
+    for case in ("G2-d72", "G3-ps48", "G5-peaked", "G10-base", "G13-e4m3fn-by-head", "G13-e5m2-by-head"):
+        assert run_case(CASES[case], kernel, mode=MODE) == [], case
+    spec = DecodeSpec(7, 1, 12, 8)  # a head_dim of less than one wide vector
+    problem = make_problem(spec, [5, 100])
+    assert check_outputs(spec, *call(problem, kernel)[:2], *reference(problem)) == []
 
 
 def test_calls_from_several_host_threads_do_not_share_scratch(kernel: Callable[..., None]) -> None:

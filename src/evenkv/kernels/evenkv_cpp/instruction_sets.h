@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -59,13 +60,17 @@ namespace avx512 {
 
 using AttendChunk = void (*)(const Arguments&, const Chunk&, int, Workspace&, Partial);
 
+// EVENKV_CPU_LANES (4, 8 or 16 floats) keeps a test, or a suspicious user, from wider vectors.
 inline AttendChunk pick_attend_chunk() {
 #ifdef EVENKV_HAS_AVX
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  const char* wanted = std::getenv("EVENKV_CPU_LANES");
+  const int widest = wanted ? std::atoi(wanted) : kMaxLanes;
+  if (widest >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl")) {
     return avx512::attend_chunk;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::attend_chunk;
+  if (widest >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    return avx2::attend_chunk;
 #endif
   return baseline::attend_chunk;
 }
