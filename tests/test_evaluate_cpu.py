@@ -79,6 +79,7 @@ def test_what_never_ends_is_stopped_and_told(repository, monkeypatch, tmp_path):
     lengths = {(FLAT, "other"): LENGTHS["other"]}
     report = cpu.evaluate_on_cpu(cases, lengths, [], repository.root, budget_s=2.0)
     assert report.results == []
+    assert not report.ok
     (what, why), *rest = report.left_out
     assert what == "hangs_h5_kv1_d128_ps1 on other" and "stopped after 2 s" in why and not rest
 

@@ -133,6 +133,10 @@ def _on_cpu(
             if not compilation.compiled:
                 line = f"{compilation.kernel} did not compile for {compilation.arch}: {compilation.log}"
                 stderr.print(line, soft_wrap=True, markup=False)
+    if report.planned and not report.results:
+        raise EvenkvError(
+            "Nothing was evaluated in the time given.", "Give more with --minutes.", exit_code=1
+        )
     if not report.ok:
         raise typer.Exit(1)
 

@@ -88,7 +88,8 @@ def build_all(
     progress : callable
         Called with each solution's name when it is done.
     deadline : float, optional
-        `time.monotonic()` after which no further build starts.
+        `time.monotonic()` by which builds should have ended: none starts that would end later, judged by
+        the longest so far.
 
     Returns
     -------
@@ -105,17 +106,21 @@ def build_all(
     if not waiting:
         return failures, []
     count = max(1, min(processes or os.cpu_count() or 1, len(waiting)))
-    running: dict[Future[str | None], str] = {}
+    running: dict[Future[str | None], tuple[str, float]] = {}
+    longest = 0.0
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         while waiting or running:
-            while waiting and len(running) < count and not (deadline and time.monotonic() > deadline):
+            while waiting and len(running) < count:
+                if deadline is not None and time.monotonic() + longest > deadline:
+                    break
                 definition, solution = waiting.pop(0)
                 future = pool.submit(_build_one, definition.model_dump_json(), solution.model_dump_json())
-                running[future] = solution.name
+                running[future] = (solution.name, time.monotonic())
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                name = running.pop(future)
+                name, began = running.pop(future)
+                longest = max(longest, time.monotonic() - began)
                 error = future.result()
                 if error is not None:
                     failures[name] = error

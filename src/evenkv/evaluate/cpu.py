@@ -1,4 +1,4 @@
-"""The main job without a GPU: CUDA compile checks, then C++ and interpreted Triton against the reference.
+"""The main job without a GPU: interpreted Triton and C++ against the reference, and CUDA compile checks.
 
 Everything keeps to a budget of seconds. What did not fit is said, with the reason.
 """
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flashinfer_bench.data import Solution
 
@@ -28,11 +29,14 @@ FIRST_BUDGET_S = 100.0
 LATER_BUDGET_S = 55.0
 _SEED = 20
 
-# Shares of the budget by which a stage must have ended; what a stage leaves over passes to the next. Builds
-# and compilations are cached, so later runs spend nearly everything on evaluations.
-_BUILD_UNTIL, _COMPILE_UNTIL, _CPP_UNTIL = 0.3, 0.6, 0.8
+# Shares of the budget after which a stage starts nothing new. What is left at the end goes to evaluations:
+# builds and compilations are cached, so later runs spend nearly everything on those.
+_TRITON_UNTIL, _BUILD_UNTIL, _CPP_UNTIL, _COMPILE_UNTIL, _CPP_AGAIN_UNTIL = 0.25, 0.5, 0.7, 0.85, 0.92
 
-# Below this a kill says only that the stage's time was over, above it also something about the solution.
+# Seconds that the C++ solutions get even when builds took longer than planned.
+_CPP_AT_LEAST_S = 5.0
+
+# A job that is killed before it had this long says nothing about its solution.
 _NOTABLE_S = 10.0
 
 # Interpreted Triton costs about as much for one KV element as filling the pools costs for this many.
@@ -63,9 +67,13 @@ class CpuReport:
     results: list[CpuResult] = field(default_factory=list)
     compiled: list[CompileResult] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    planned: bool = False
+    """Whether there was something to evaluate: then no result at all is a failure."""
 
     @property
     def ok(self) -> bool:
+        if self.planned and not self.results:
+            return False
         return all(r.status == "PASSED" for r in self.results) and all(c.ok for c in self.compiled)
 
 
@@ -120,11 +128,24 @@ def evaluate_on_cpu(
     def tell(what: str) -> None:
         note(what, min(1.0, (time.monotonic() - start) / budget_s))
 
-    cpp = _build(cpp, start + _BUILD_UNTIL * budget_s, report, tell)
-    specs = dict.fromkeys(case.spec for case in cases)
-    _compile(kernels, list(specs), start + _COMPILE_UNTIL * budget_s, report, tell)
-    _run(cpp, root, start + _CPP_UNTIL * budget_s, report, tell)
-    _run(triton, root, start + budget_s, report, tell)
+    def until(share: float) -> float:
+        return start + share * budget_s
+
+    specs = list(dict.fromkeys(case.spec for case in cases))
+    planned = bool(cpp or triton)
+    with Worker({}) as compiled, Worker({"TRITON_INTERPRET": "1"}) as interpreted:
+        stage = _Evaluations(root, until(1.0), report, tell)
+        triton = stage.run(triton, interpreted, until(_TRITON_UNTIL))
+        cpp = _build(cpp, until(_BUILD_UNTIL), report, tell)
+        cpp = stage.run(cpp, compiled, max(until(_CPP_UNTIL), time.monotonic() + _CPP_AT_LEAST_S))
+        _compile(kernels, specs, until(_COMPILE_UNTIL if planned else 1.0), report, tell)
+        cpp = stage.run(cpp, compiled, until(_CPP_AGAIN_UNTIL))
+        triton = stage.run(triton, interpreted, until(1.0))
+    for jobs in (cpp, triton):
+        if jobs:
+            kernels_left = ", ".join(dict.fromkeys(kernel_of(job.solution) for job in jobs))
+            report.left_out.append((f"{len(jobs)} evaluations of {kernels_left}", "no time left"))
+    report.planned = planned
     return report
 
 
@@ -170,8 +191,9 @@ def plan_jobs(
 def _build(jobs: Sequence[Job], deadline: float, report: CpuReport, tell: Callable[[str], None]) -> list[Job]:
     """Build what the jobs need, in their order; returns the jobs whose solution stands."""
     pairs = {job.solution.name: (job.case.definition, job.solution) for job in jobs}
-    if pairs:
-        tell("building C++")
+    if not pairs:
+        return []
+    tell("building C++")
     failures, unbuilt = builds.build_all(
         list(pairs.values()), lambda name: tell(f"built {name}"), deadline=deadline
     )
@@ -185,36 +207,35 @@ def _build(jobs: Sequence[Job], deadline: float, report: CpuReport, tell: Callab
     return [job for job in jobs if job.solution.name not in {*failures, *unbuilt}]
 
 
-def _run(
-    jobs: Sequence[Job], root: Path, deadline: float, report: CpuReport, tell: Callable[[str], None]
-) -> None:
-    done = 0
-    with Worker({}) as compiled, Worker({"TRITON_INTERPRET": "1"}) as interpreted:
-        for job in jobs:
-            timed = job.solution.spec.language.value == "cpp"
-            tell(job.name)
-            request = {
-                "definition": job.case.definition.model_dump(mode="json"),
-                "solution": job.solution.model_dump(mode="json"),
-                "workload": job.case.workload.model_dump(mode="json"),
-                "root": str(root),
-                "seed": _SEED,
-                "timed": timed,
-            }
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
+class _Evaluations:
+    """Runs jobs in a worker until a stage's time is over."""
+
+    def __init__(self, root: Path, end: float, report: CpuReport, tell: Callable[[str], None]) -> None:
+        self._root = root
+        self._end = end
+        self._report = report
+        self._tell = tell
+
+    def run(self, jobs: Sequence[Job], worker: Worker, deadline: float) -> list[Job]:
+        """Start no job after `deadline`, stop none before the end of the budget; returns what is left."""
+        waiting = list(jobs)
+        while waiting and time.monotonic() < deadline:
+            job = waiting[0]
+            self._tell(job.name)
+            left = max(self._end, deadline) - time.monotonic()
             try:
-                answer = (compiled if timed else interpreted).ask(request, left)
+                answer = worker.ask(self._request(job), left)
             except WorkerTimeoutError:
                 if left > _NOTABLE_S:
-                    report.left_out.append((job.name, f"stopped after {left:.0f} s, when time was over"))
-                    done += 1
-                break
+                    waiting.pop(0)
+                    self._report.left_out.append(
+                        (job.name, f"stopped after {left:.0f} s, when time was over")
+                    )
+                return waiting
             except WorkerDiedError as error:
                 answer = {"status": "RUNTIME_ERROR", "faults": [str(error)]}
-            done += 1
-            report.results.append(
+            waiting.pop(0)
+            self._report.results.append(
                 CpuResult(
                     job.case.definition.name,
                     job.case.workload.uuid,
@@ -226,9 +247,17 @@ def _run(
                     answer.get("latency_ms"),
                 )
             )
-    if done < len(jobs):
-        kernels = ", ".join(dict.fromkeys(kernel_of(job.solution) for job in jobs[done:]))
-        report.left_out.append((f"{len(jobs) - done} evaluations of {kernels}", "no time left"))
+        return waiting
+
+    def _request(self, job: Job) -> dict[str, Any]:
+        return {
+            "definition": job.case.definition.model_dump(mode="json"),
+            "solution": job.solution.model_dump(mode="json"),
+            "workload": job.case.workload.model_dump(mode="json"),
+            "root": str(self._root),
+            "seed": _SEED,
+            "timed": job.solution.spec.language.value == "cpp",
+        }
 
 
 def _compile(
