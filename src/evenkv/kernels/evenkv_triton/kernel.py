@@ -23,7 +23,7 @@ import triton.language as tl
 
 from .attend import attend, load_query
 from .partials import merge_partials, store_output, store_partial
-from .schedule import UNIT, chunk_of, count_chunks, find_request, round_size, tail_size
+from .schedule import UNIT, chunk_of, count_chunks, find_request, follow_rounds, round_size, tail_size
 
 
 @triton.jit
@@ -170,12 +170,9 @@ def decode_kernel(
     left = units
     size = round_size(left, workers, tail)
     while chunk < chunks:
-        # Tickets only grow, so the round is followed rather than searched.
-        while (size > tail) & (chunk - round_first >= workers):
-            round_begin += workers * size
-            left -= workers * size
-            round_first += workers
-            size = round_size(left, workers, tail)
+        round_first, round_begin, left, size = follow_rounds(
+            chunk, round_first, round_begin, left, size, workers, tail
+        )
         begin_unit = round_begin + (chunk - round_first) * size
         position = begin_unit.to(tl.int64) * UNIT
         stop = tl.minimum(position + size.to(tl.int64) * UNIT, slots * NUM_KV_HEADS)

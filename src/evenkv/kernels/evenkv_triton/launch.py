@@ -125,6 +125,7 @@ def decode(
         COMPUTE=compute,
         num_warps=WARPS,
         num_stages=tuning.stages,
+        enable_fp_fusion=True,  # said, because Triton's default is about to change: the bits should not
     )
     if q.is_cuda and torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):

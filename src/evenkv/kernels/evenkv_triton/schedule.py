@@ -24,15 +24,29 @@ CHUNKS_PER_WORKER = 8
 @triton.jit
 def tail_size(units, workers, MIN_UNITS: tl.constexpr):
     """Units in the smallest chunk: 1/64 of a worker's share, or the equal share of a small problem."""
-    even = units <= workers * EVEN_UNITS
-    parts = tl.where(even, workers, workers * TAIL_PARTS)
-    return tl.maximum((units + parts - 1) // parts, MIN_UNITS)
+    parts = workers if units <= workers * EVEN_UNITS else workers * TAIL_PARTS
+    return max((units + parts - 1) // parts, MIN_UNITS)
 
 
 @triton.jit
 def round_size(left, workers, tail):
     """Units in each chunk of the round that starts with `left` units to hand out."""
-    return tl.maximum((left + 2 * workers - 1) // (2 * workers), tail)
+    return max((left + 2 * workers - 1) // (2 * workers), tail)
+
+
+@triton.jit
+def follow_rounds(chunk, first, begin, left, size, workers, tail):
+    """Go on to the round of `chunk`: its first chunk, first unit, units left to it, size of its chunks.
+
+    The chunk is units [begin + (chunk - first) * size, + size), cut off at the end of all units. The numbers
+    of a worker's chunks only grow, so it follows the rounds rather than searching them each time.
+    """
+    while (size > tail) & (chunk - first >= workers):
+        begin += workers * size
+        left -= workers * size
+        first += workers
+        size = round_size(left, workers, tail)
+    return first, begin, left, size
 
 
 @triton.jit
