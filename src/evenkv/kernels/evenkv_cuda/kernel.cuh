@@ -38,6 +38,22 @@ __device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory
   return p.partials + (slots + (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * 2 + index) * kPartialFloats;
 }
 
+// What every block reads soon, into L2 at once: the lines lie in DRAM, and each is at the head of a chain of reads.
+__device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
+  const int32_t thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
+  constexpr int kLineInts = 32, kRowLines = kHeadDim * 2 / 128;
+  for (int32_t i = thread; i * kLineInts <= p.batch; i += threads) {
+    prefetch_l2(p.kv_indptr + i * kLineInts);
+    if (p.kv_last_page_len != nullptr && i * kLineInts < p.batch) prefetch_l2(p.kv_last_page_len + i * kLineInts);
+  }
+  const int32_t heads = p.num_kv_heads * kGroupSize;
+  for (int32_t i = thread; i < p.batch * heads * kRowLines; i += threads) {
+    const int32_t row = i / kRowLines, request = row / heads;
+    const int64_t element = request * p.q_stride_batch + (row - request * heads) * p.q_stride_head;
+    prefetch_l2(static_cast<const uint16_t*>(p.q) + element + i % kRowLines * 64);
+  }
+}
+
 // Requests without tokens have no slots on the line: every warp of the grid looks after its share of them.
 __device__ __forceinline__ void write_empty_requests(const DecodeParams& p) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -53,10 +69,71 @@ __device__ __forceinline__ void write_empty_requests(const DecodeParams& p) {
   }
 }
 
+// The sum over a chain of pieces (bit 2 * part + index), for four elements of one head. A chain is a run of last
+// pieces (index 1), one for each part, and perhaps an early piece (index 0) at its end.
+template <int kHeads>
+__device__ __forceinline__ Merged sum_pieces(const DecodeParams& p, SharedMemory<kHeads>& shared, uint32_t members,
+                                             int sub, int head, int d) {
+  constexpr int kBlockParts = kWarps / kHeads;
+  const uint32_t early = members & 0x55555555u;
+  float2 early_ml = {kNoMaximum, 0.0f};
+  float4 early_o = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (early != 0) {  // in scratch: the longest way, so first
+    const int owner = (__ffs(early) - 1) / 2 * kHeads + sub;
+    const float* row = piece_slot<kHeads>(p, shared, owner, 0) + head * kPartialStride;
+    early_ml = *reinterpret_cast<const float2*>(row + kHeadDim);
+    early_o = *reinterpret_cast<const float4*>(row + d);
+  }
+  float2 ml[kBlockParts];
+  float4 o[kBlockParts];
+#pragma unroll
+  for (int part = 0; part < kBlockParts; ++part) {
+    ml[part] = {kNoMaximum, 0.0f};
+    o[part] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (members >> (2 * part + 1) & 1) {
+      const float* row = piece_slot<kHeads>(p, shared, part * kHeads + sub, 1) + head * kPartialStride;
+      ml[part] = *reinterpret_cast<const float2*>(row + kHeadDim);
+      o[part] = *reinterpret_cast<const float4*>(row + d);
+    }
+  }
+  Merged sum;
+#pragma unroll
+  for (int part = 0; part < kBlockParts; ++part) sum.m = fmaxf(sum.m, ml[part].x);
+  sum.m = fmaxf(sum.m, early_ml.x);
+  const auto take = [&](float2 other, float4 value) {
+    const float weight = exp2_fast(other.x - sum.m);
+    sum.l += other.y * weight;
+    sum.o.x += value.x * weight;
+    sum.o.y += value.y * weight;
+    sum.o.z += value.z * weight;
+    sum.o.w += value.w * weight;
+  };
+#pragma unroll
+  for (int part = 0; part < kBlockParts; ++part) take(ml[part], o[part]);
+  take(early_ml, early_o);
+  return sum;
+}
+
+// Where a cut request begins and ends.
+__device__ __forceinline__ CutRequest locate_cut(const DecodeParams& p, const Schedule& schedule, int32_t unit_slots,
+                                                 int32_t request, int32_t unit) {
+  const int32_t page = __ldg(p.kv_indptr + request);
+  const int32_t pages = __ldg(p.kv_indptr + request + 1) - page;
+  int32_t last = p.page_size;
+  if (p.kv_last_page_len != nullptr) {
+    const int32_t given = __ldg(p.kv_last_page_len + request);
+    if (given >= 0 && given <= p.page_size) last = given;
+  }
+  const int64_t begin = static_cast<int64_t>(unit) * unit_slots + static_cast<int64_t>(page) * p.page_size;
+  const int64_t length = static_cast<int64_t>(pages - 1) * p.page_size + last;
+  return {request, unit, chunk_of(schedule, begin), chunk_of(schedule, begin + length - 1), false};
+}
+
 // Merges the warps' cut pieces of a chunk: whole requests are written, cut ones go to the chunk's scratch slots and
 // are noted in shared.cuts. Called by all threads after a barrier.
 template <int kHeads>
-__device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<kHeads>& shared, int32_t chunk) {
+__device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                            const Schedule& schedule, int32_t unit_slots, int32_t chunk) {
   constexpr int kPieces = kWarps / kHeads * 2;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   // Lane i looks at piece i; chains are runs of pieces of one request.
@@ -86,13 +163,7 @@ __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<
     for (int element = thread; element < kHeads * kUnitHeads * kQuads; element += threads) {
       const int sub = element / (kUnitHeads * kQuads), head = element / kQuads % kUnitHeads;
       const int d = element % kQuads * 4;
-      Merged sum;
-      for (uint32_t left = members; left != 0; left &= left - 1) {
-        const int piece = __ffs(left) - 1;
-        const int owner = piece / 2 * kHeads + sub;
-        const float* row = piece_slot<kHeads>(p, shared, owner, piece % 2) + head * kPartialStride;
-        sum.add(row[kHeadDim], row[kHeadDim + 1], *reinterpret_cast<const float4*>(row + d));
-      }
+      const Merged sum = sum_pieces<kHeads>(p, shared, members, sub, head, d);
       if (cut == 0) {
         const UnitHeads unit(head_piece.unit, kHeads, sub);
         if (head < unit.heads) {
@@ -104,32 +175,22 @@ __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<
         if (d == 0) *reinterpret_cast<float2*>(row + kHeadDim) = make_float2(sum.m, sum.l);
       }
     }
-    if (cut != 0 && thread == 0) {
-      shared.cuts[slot].request = head_piece.request;
-      shared.cuts[slot].unit = head_piece.unit;
+    // The chain's last thread: it has the least to sum.
+    if (cut != 0 && thread == threads - 1) {
+      shared.cuts[slot] = locate_cut(p, schedule, unit_slots, head_piece.request, head_piece.unit);
     }
   }
 }
 
-// One thread: where the cut request begins and ends, and whether this block is the last of its chunks.
-__device__ __forceinline__ void arrive(const DecodeParams& p, const Schedule& schedule, int32_t unit_slots,
-                                       CutRequest& cut) {
-  const int32_t page = __ldg(p.kv_indptr + cut.request);
-  const int32_t pages = __ldg(p.kv_indptr + cut.request + 1) - page;
-  int32_t last = p.page_size;
-  if (p.kv_last_page_len != nullptr) {
-    const int32_t given = __ldg(p.kv_last_page_len + cut.request);
-    if (given >= 0 && given <= p.page_size) last = given;
-  }
-  const int64_t begin = static_cast<int64_t>(cut.unit) * unit_slots + static_cast<int64_t>(page) * p.page_size;
-  const int64_t length = static_cast<int64_t>(pages - 1) * p.page_size + last;
-  cut.first_chunk = chunk_of(schedule, begin);
-  cut.last_chunk = chunk_of(schedule, begin + length - 1);
+// One thread: counts the block in at a cut request; the last of its chunks to come merges it.
+__device__ __forceinline__ void arrive(const DecodeParams& p, CutRequest& cut) {
   int32_t* arrivals = p.counters + kArrivals + cut.first_chunk;
   __threadfence();  // cumulative: the block's partials, which the barrier before ordered, come first
   cut.merge_here = atomicAdd(arrivals, 1) == cut.last_chunk - cut.first_chunk;
-  if (cut.merge_here) *arrivals = 0;
-  __threadfence();
+  if (cut.merge_here) {
+    *arrivals = 0;
+    __threadfence();
+  }
 }
 
 // All threads, when every warp is through with `chunk`.
@@ -137,13 +198,13 @@ template <int kHeads>
 __device__ __forceinline__ void end_chunk(const DecodeParams& p, SharedMemory<kHeads>& shared, const Schedule& schedule,
                                        int32_t unit_slots, int32_t chunk, int parity) {
   __syncthreads();
-  merge_block<kHeads>(p, shared, chunk);
+  merge_block<kHeads>(p, shared, schedule, unit_slots, chunk);
   if (threadIdx.x == 0) shared.next_chunk[parity] = kUnclaimed;
   __syncthreads();
   const bool cut = shared.cuts[0].request >= 0 || shared.cuts[1].request >= 0;
   if (!cut) return;
   if (threadIdx.x < 2 && shared.cuts[threadIdx.x].request >= 0) {
-    arrive(p, schedule, unit_slots, shared.cuts[threadIdx.x]);
+    arrive(p, shared.cuts[threadIdx.x]);
   }
   __syncthreads();
 #pragma unroll 1
@@ -248,6 +309,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int part = warp / kHeads, sub = warp % kHeads;
   const int32_t unit_slots = __ldg(p.kv_indptr + p.batch) * p.page_size;
+  prefetch_inputs(p);
   const int32_t units = p.num_kv_heads * kParts / kHeads;
   const Schedule schedule = make_schedule(static_cast<int64_t>(units) * unit_slots, p.workers, kScheduleTuning);
   if (static_cast<int32_t>(blockIdx.x) >= schedule.num_chunks) {

@@ -121,7 +121,9 @@ __device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutReq
   constexpr int kQuads = kHeadDim / 4;
   constexpr int kElements = kHeads * kUnitHeads * kQuads;
   constexpr int kGroups = kElements >= kThreads ? 1 : kThreads / kElements;
-  constexpr int kBatch = 4;  // partials loaded together
+  // Partials loaded together: a trip to memory takes far longer than the sum. Large accumulators leave registers
+  // for fewer.
+  constexpr int kBatch = kSteps * kColumnBlocks > 8 ? 4 : 16;
   const int group = threadIdx.x / kElements;
   for (int base = 0; base < kElements; base += kThreads) {
     const int element = base + (kGroups == 1 ? threadIdx.x : threadIdx.x % kElements);
@@ -130,23 +132,21 @@ __device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutReq
     Merged sum;
     if (active) {
       for (int32_t chunk = cut.first_chunk + group; chunk <= cut.last_chunk; chunk += kGroups * kBatch) {
-        float m[kBatch], l[kBatch];
+        float2 ml[kBatch];
         float4 o[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const int32_t c = chunk + i * kGroups;
-          m[i] = kNoMaximum;
-          l[i] = 0.0f;
+          ml[i] = {kNoMaximum, 0.0f};
           o[i] = {0.0f, 0.0f, 0.0f, 0.0f};
           if (c <= cut.last_chunk) {
             const float* row = chunk_slot(p, c, c == cut.first_chunk, kHeads, sub) + head * kPartialStride;
-            m[i] = __ldcg(row + kHeadDim);
-            l[i] = __ldcg(row + kHeadDim + 1);
+            ml[i] = __ldcg(reinterpret_cast<const float2*>(row + kHeadDim));
             o[i] = __ldcg(reinterpret_cast<const float4*>(row + d));
           }
         }
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) sum.add(m[i], l[i], o[i]);
+        for (int i = 0; i < kBatch; ++i) sum.add(ml[i].x, ml[i].y, o[i]);
       }
     }
     if constexpr (kGroups > 1) {
