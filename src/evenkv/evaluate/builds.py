@@ -106,7 +106,7 @@ def build_all(
     if not waiting:
         return failures, []
     count = max(1, min(processes or os.cpu_count() or 1, len(waiting)))
-    running: dict[Future[str | None], tuple[str, float]] = {}
+    running: dict[Future[tuple[str | None, float]], str] = {}
     longest = 0.0
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         while waiting or running:
@@ -115,23 +115,28 @@ def build_all(
                     break
                 definition, solution = waiting.pop(0)
                 future = pool.submit(_build_one, definition.model_dump_json(), solution.model_dump_json())
-                running[future] = (solution.name, time.monotonic())
+                running[future] = solution.name
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                name, began = running.pop(future)
-                longest = max(longest, time.monotonic() - began)
-                error = future.result()
+                name = running.pop(future)
+                error, seconds = future.result()
+                longest = max(longest, seconds)
                 if error is not None:
                     failures[name] = error
                 progress(name)
     return failures, [solution.name for _, solution in waiting]
 
 
-def _build_one(definition_json: str, solution_json: str) -> str | None:
-    """In a process of its own: build, load once, and say what failed."""
+def _build_one(definition_json: str, solution_json: str) -> tuple[str | None, float]:
+    """In a process of its own: the error, if any, and the seconds without the process's own start."""
     definition = Definition.model_validate_json(definition_json)
     solution = Solution.model_validate_json(solution_json)
+    start = time.monotonic()
+    return _build_and_load(definition, solution), time.monotonic() - start
+
+
+def _build_and_load(definition: Definition, solution: Solution) -> str | None:
     for last in (False, True):
         try:
             # A registry of its own: the shared one would answer a second try with the first one's error.

@@ -31,7 +31,7 @@ _SEED = 20
 
 # Shares of the budget after which a stage starts nothing new. What is left at the end goes to evaluations:
 # builds and compilations are cached, so later runs spend nearly everything on those.
-_TRITON_UNTIL, _BUILD_UNTIL, _CPP_UNTIL, _COMPILE_UNTIL, _CPP_AGAIN_UNTIL = 0.25, 0.5, 0.7, 0.85, 0.92
+_TRITON_UNTIL, _BUILD_UNTIL, _CPP_UNTIL, _COMPILE_UNTIL, _CPP_AGAIN_UNTIL = 0.2, 0.55, 0.7, 0.85, 0.92
 
 # Seconds that the C++ solutions get even when builds took longer than planned.
 _CPP_AT_LEAST_S = 5.0
