@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import time
 
 import pytest
 from evaluate_fixtures import FLAT, LENGTHS, PAGED, FakeGpu, add_solution, make_repository
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import EvaluationStatus, TraceSet
+from typer.testing import CliRunner
 
+from evenkv.cli.main import app
 from evenkv.errors import EvenkvError
 from evenkv.evaluate.gpu import BenchmarkRunner, evaluate_on_gpu, runnable_on_gpu
 from evenkv.evaluate.load import load_package, select_cases
@@ -235,3 +238,31 @@ def test_upstreams_benchmark_runs_one_workload_at_a_time(repository, monkeypatch
     assert len(runner.run(cases[0], cases[0].solutions)) == 2
     runner.close()
     assert FakeWorkers.closed and not repository.traces.exists()
+
+
+def test_run_command_prints_the_table_files_traces_and_fails_on_a_failed_workload(
+    repository, monkeypatch, tmp_path
+):
+    """The command with a GPU that is not there: upstream's worker processes are the only stand-in."""
+    for path in repository.solutions.rglob("evenkv_cuda*.json"):
+        path.unlink()
+    monkeypatch.setattr("flashinfer_bench.bench.benchmark.PersistentRunner", FakeWorkers)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: H200)
+    monkeypatch.setattr("evenkv.evaluate.builds.use_keyed_cache", lambda for_gpu: None)
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+    monkeypatch.setenv("EVENKV_ROOT", str(repository.root))
+    command = ["run", "--num-trials", "2", "--solutions", "flashinfer_tc"]
+
+    result = CliRunner().invoke(app, [*command, "--definitions", FLAT, "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["mode"] == "gpu" and document["evaluated"] == 1
+    (row,) = document["rows"]
+    assert row["workload"] == "other" and row["baseline_us"] == pytest.approx(20) and row["ours_us"] is None
+
+    result = CliRunner().invoke(app, [*command, "--resume"])
+    assert result.exit_code == 1
+    assert "Not evaluated: mixed" in result.stderr and "No CUDA devices left" in result.stderr
+    assert "short" in result.stdout and "20.0" in result.stdout
+    assert [t.workload.uuid for t in lines(repository, "baseline", PAGED)] == ["short"]

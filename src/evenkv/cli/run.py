@@ -155,14 +155,19 @@ def _on_gpu(
 
     from evenkv.evaluate import builds
     from evenkv.evaluate.environment import driver_version
-    from evenkv.evaluate.gpu import BenchmarkRunner, evaluate_on_gpu, runnable_on_gpu
+    from evenkv.evaluate.gpu import BenchmarkRunner, evaluate_on_gpu, runnable_on_gpu, split_current
     from evenkv.evaluate.table import gpu_table, rows_from_traces
     from evenkv.evaluate.traces import run_libraries
 
     cases, missing = runnable_on_gpu(cases)
     hardware = torch.cuda.get_device_name(0)
     with progress_bar() as show:
-        pairs = {s.name: (c.definition, s) for c in cases for s in c.solutions if builds.is_compiled(s)}
+        pairs = {
+            solution.name: (case.definition, solution)
+            for case, _, waiting in split_current(cases, repository, hardware, resume)
+            for solution in waiting
+            if builds.is_compiled(solution)
+        }
         built: list[str] = []
 
         def on_built(name: str) -> None:
@@ -217,6 +222,11 @@ def _on_gpu(
             stdout.print(f"Missing: {kernel}: {what}.")
         for name, error in build_failures.items():
             stderr.print(f"{name} did not build: {error}", markup=False, soft_wrap=True)
+        for trace in report.traces:
+            if not trace.is_successful():
+                said = (trace.evaluation.log.strip().splitlines() or ["no log"])[-1]
+                line = f"{trace.evaluation.status.value}: {trace.solution} on {trace.workload.uuid}: {said}"
+                stderr.print(line, markup=False, soft_wrap=True)
         for definition, workload, why in report.not_evaluated:
             stderr.print(f"Not evaluated: {workload} of {definition}: {why}", markup=False, soft_wrap=True)
         if report.left:

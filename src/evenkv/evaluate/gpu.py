@@ -112,6 +112,28 @@ def runnable_on_gpu(cases: Sequence[Case]) -> tuple[list[Case], dict[str, str]]:
     return kept, missing
 
 
+def split_current(
+    cases: Sequence[Case], repository: Repository, hardware: str, resume: bool
+) -> list[tuple[Case, list[Trace], list[Solution]]]:
+    """For each case, the traces that stand, and the solutions that are to be evaluated.
+
+    A trace stands when `resume` is set and the same solution made it on the same workload and GPU.
+    """
+    known = _filed_traces(cases, repository) if resume else {}
+    split = []
+    for case in cases:
+        current: list[Trace] = []
+        waiting: list[Solution] = []
+        for solution in case.solutions:
+            trace = known.get((case.workload.uuid, solution.name, hardware))
+            if trace is not None and is_current(trace, case.workload, solution):
+                current.append(trace)
+            else:
+                waiting.append(solution)
+        split.append((case, current, waiting))
+    return split
+
+
 def evaluate_on_gpu(
     cases: Sequence[Case],
     runner: Runner,
@@ -140,17 +162,10 @@ def evaluate_on_gpu(
         `time.monotonic()` after which no further workload starts.
     """
     report = GpuReport()
-    known = _filed_traces(cases, repository) if resume else {}
-    for number, case in enumerate(cases):
+    for number, (case, current, waiting) in enumerate(split_current(cases, repository, hardware, resume)):
         progress(f"{case.definition.name} {case.workload.uuid[:13]}", number, len(cases))
-        waiting = []
-        for solution in case.solutions:
-            trace = known.get((case.workload.uuid, solution.name, hardware))
-            if trace is not None and is_current(trace, case.workload, solution):
-                report.traces.append(trace)
-                report.reused += 1
-            else:
-                waiting.append(solution)
+        report.traces += current
+        report.reused += len(current)
         if not waiting:
             continue
         if deadline is not None and time.monotonic() > deadline:
