@@ -84,74 +84,61 @@ struct Attention {
   }
 
   // Attends to one tile: K rows at `stage`, V rows behind them.
-  __device__ __forceinline__ void attend(uint32_t stage, uint32_t tokens, bool poisoned) {
-    const int lane = threadIdx.x & 31;
-    float s[kColumnBlocks][4];
-    multiply_keys(stage, s);
-    mask_and_scale(tokens, poisoned, s);
+  __device__ __forceinline__ void attend(uint32_t stage, const Tile& tile) {
+    float s[kTileRowBlocks][kColumnBlocks][4];
+#pragma unroll
+    for (int block = 0; block < kTileRowBlocks; ++block) multiply_keys(stage + block * 16 * kRowBytes, s[block]);
+    const bool poisoned = tile.flags & kPoisoned;
+#pragma unroll
+    for (int block = 0; block < kTileRowBlocks; ++block) {
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[block][n][i] *= logit_scale;
+      }
+    }
+    if (tile.tokens() < kTileTokens || tile.unreadable != 0 || poisoned) {
+      mask(tile.tokens(), poisoned ? kAllLanes : tile.unreadable, s);
+    }
 
     bool grows = false;
 #pragma unroll
-    for (int n = 0; n < kColumnBlocks; ++n) {
+    for (int block = 0; block < kTileRowBlocks; ++block) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) grows |= fmaxf(s[n][j], s[n][j + 2]) > m[n][j] + kRescaleThreshold;
+      for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          grows |= fmaxf(s[block][n][j], s[block][n][j + 2]) > m[n][j] + kRescaleThreshold;
+        }
+      }
     }
     if (__any_sync(kAllLanes, grows)) raise_maximum(s);
 
-    uint32_t high[kColumnBlocks][2];  // P^T: tokens 2c, 2c + 1 (and 8 more) of head g
-    uint32_t low[kColumnBlocks][2];   // what rounding P to bf16 left
-#pragma unroll
-    for (int n = 0; n < kColumnBlocks; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float p0 = exp2_fast(s[n][2 * i] - m[n][0]);
-        const float p1 = exp2_fast(s[n][2 * i + 1] - m[n][1]);
-        const uint32_t packed = pack_mma(p0, p1);
-        high[n][i] = transpose_8x8(packed);
-        if constexpr (kMmaHalf) {
-          const float2 rounded = unpack_mma(packed);
-          l[n][0] += rounded.x;
-          l[n][1] += rounded.y;
-        } else {
-          const float2 rounded = unpack_mma(packed);
-          low[n][i] = transpose_8x8(pack_mma(p0 - rounded.x, p1 - rounded.y));
-          l[n][0] += p0;
-          l[n][1] += p1;
-        }
-      }
-    }
     const uint32_t values = stage + kTileTokens * kRowBytes;
-    if constexpr (kIsFp8) {
 #pragma unroll
-      for (int pair = 0; pair < kSteps / 2; ++pair) {
-        uint32_t r[4];
-        const int row = (lane & 7) + (lane >> 3 & 1) * 8;
-        load_matrix_x4_transposed(r, values + row * kRowBytes + Cursor::swizzle(row, 2 * pair + (lane >> 4)) * 16);
+    for (int block = 0; block < kTileRowBlocks; ++block) {
+      uint32_t high[kColumnBlocks][2];  // P^T: tokens 2c, 2c + 1 (and 8 more) of head g
+      uint32_t low[kColumnBlocks][2];   // what rounding P to bf16 left
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          // A register holds two head dims of two tokens; the permute pairs the tokens of each head dim.
-          const uint32_t first = __byte_perm(r[2 * i], 0, 0x3120), second = __byte_perm(r[2 * i + 1], 0, 0x3120);
-          const uint32_t a[4] = {widen_fp8x2(first), widen_fp8x2(first >> 16), widen_fp8x2(second),
-                                 widen_fp8x2(second >> 16)};
-#pragma unroll
-          for (int n = 0; n < kColumnBlocks; ++n) {
-            mma_16x8x16(o[2 * pair + i][n], a, high[n][0], high[n][1]);
+          const float p0 = exp2_fast(s[block][n][2 * i] - m[n][0]);
+          const float p1 = exp2_fast(s[block][n][2 * i + 1] - m[n][1]);
+          const uint32_t packed = pack_mma(p0, p1);
+          high[n][i] = transpose_8x8(packed);
+          const float2 rounded = unpack_mma(packed);
+          if constexpr (kMmaHalf) {
+            l[n][0] += rounded.x;
+            l[n][1] += rounded.y;
+          } else {
+            low[n][i] = transpose_8x8(pack_mma(p0 - rounded.x, p1 - rounded.y));
+            l[n][0] += p0;
+            l[n][1] += p1;
           }
         }
       }
-    } else {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        uint32_t a[4];
-        const int row = (lane & 7) + (lane >> 4) * 8;
-        load_matrix_x4_transposed(
-            a, values + row * kRowBytes + Cursor::swizzle(row, 2 * step + (lane >> 3 & 1)) * 16);
-#pragma unroll
-        for (int n = 0; n < kColumnBlocks; ++n) {
-          mma_16x8x16(o[step][n], a, high[n][0], high[n][1]);
-          if constexpr (!kMmaHalf) mma_16x8x16(o[step][n], a, low[n][0], low[n][1]);
-        }
-      }
+      add_values(values + block * 16 * kRowBytes, high, low);
     }
   }
 
@@ -201,7 +188,7 @@ struct Attention {
   __device__ __forceinline__ void multiply_keys(uint32_t keys, float (&s)[kColumnBlocks][4]) const {
     const int lane = threadIdx.x & 31;
     const int row = (lane & 7) + (lane >> 3 & 1) * 8;
-    const uint32_t row_address = keys + row * kRowBytes;
+    const uint32_t row_base = swizzled_row(keys, row) ^ (lane >> 4) * 16;
     float odd[kColumnBlocks][4];  // a second accumulator halves the chain of dependent mma
 #pragma unroll
     for (int n = 0; n < kColumnBlocks; ++n) {
@@ -212,7 +199,7 @@ struct Attention {
     for (int pair = 0; pair < kSteps / 2; ++pair) {
       if constexpr (kIsFp8) {
         uint32_t r[4];
-        load_matrix_x4(r, row_address + Cursor::swizzle(row, 2 * pair + (lane >> 4)) * 16);
+        load_matrix_x4(r, swizzled(row_base, 2 * pair));
         const uint32_t even_a[4] = {widen_fp8x2(r[0]), widen_fp8x2(r[1]), widen_fp8x2(r[0] >> 16),
                                     widen_fp8x2(r[1] >> 16)};
         const uint32_t odd_a[4] = {widen_fp8x2(r[2]), widen_fp8x2(r[3]), widen_fp8x2(r[2] >> 16),
@@ -224,8 +211,8 @@ struct Attention {
         }
       } else {
         uint32_t even_a[4], odd_a[4];
-        load_matrix_x4(even_a, row_address + Cursor::swizzle(row, 4 * pair + (lane >> 4)) * 16);
-        load_matrix_x4(odd_a, row_address + Cursor::swizzle(row, 4 * pair + 2 + (lane >> 4)) * 16);
+        load_matrix_x4(even_a, swizzled(row_base, 4 * pair));
+        load_matrix_x4(odd_a, swizzled(row_base, 4 * pair + 2));
 #pragma unroll
         for (int n = 0; n < kColumnBlocks; ++n) {
           mma_16x8x16(s[n], even_a, q[2 * pair][n][0], q[2 * pair][n][1]);
@@ -240,32 +227,73 @@ struct Attention {
     }
   }
 
-  __device__ __forceinline__ void mask_and_scale(uint32_t tokens, bool poisoned, float (&s)[kColumnBlocks][4]) const {
-    const uint32_t count = tokens & 0xffffu, unreadable = poisoned ? 0xffffu : tokens >> 16;
+  // O^T += V^T P^T for 16 tokens.
+  __device__ __forceinline__ void add_values(uint32_t values, const uint32_t (&high)[kColumnBlocks][2],
+                                             const uint32_t (&low)[kColumnBlocks][2]) {
+    const int lane = threadIdx.x & 31;
+    const int row = (lane & 7) + (kIsFp8 ? lane >> 3 & 1 : lane >> 4) * 8;
+    const uint32_t row_base = swizzled_row(values, row) ^ (kIsFp8 ? lane >> 4 : lane >> 3 & 1) * 16;
+    if constexpr (kIsFp8) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t token = (threadIdx.x & 31) / 4 + 8 * i;
-      const bool keep = token < count;
-      const bool poison = unreadable >> token & 1;
+      for (int pair = 0; pair < kSteps / 2; ++pair) {
+        uint32_t r[4];
+        load_matrix_x4_transposed(r, swizzled(row_base, 2 * pair));
 #pragma unroll
-      for (int n = 0; n < kColumnBlocks; ++n) {
+        for (int i = 0; i < 2; ++i) {
+          // A register holds two head dims of two tokens; the permute pairs the tokens of each head dim.
+          const uint32_t first = __byte_perm(r[2 * i], 0, 0x3120), second = __byte_perm(r[2 * i + 1], 0, 0x3120);
+          const uint32_t a[4] = {widen_fp8x2(first), widen_fp8x2(first >> 16), widen_fp8x2(second),
+                                 widen_fp8x2(second >> 16)};
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float x = s[n][2 * i + j] * logit_scale;
-          if (!keep) x = -INFINITY;
-          if (poison && keep) x = NAN;
-          s[n][2 * i + j] = x;
+          for (int n = 0; n < kColumnBlocks; ++n) {
+            mma_16x8x16(o[2 * pair + i][n], a, high[n][0], high[n][1]);
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t a[4];
+        load_matrix_x4_transposed(a, swizzled(row_base, 2 * step));
+#pragma unroll
+        for (int n = 0; n < kColumnBlocks; ++n) {
+          mma_16x8x16(o[step][n], a, high[n][0], high[n][1]);
+          if constexpr (!kMmaHalf) mma_16x8x16(o[step][n], a, low[n][0], low[n][1]);
         }
       }
     }
   }
 
-  __device__ __forceinline__ void raise_maximum(const float (&s)[kColumnBlocks][4]) {
+  static __device__ __forceinline__ void mask(uint32_t count, uint32_t unreadable,
+                                              float (&s)[kTileRowBlocks][kColumnBlocks][4]) {
+#pragma unroll
+    for (int block = 0; block < kTileRowBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t token = (threadIdx.x & 31) / 4 + 8 * i + 16 * block;
+        const bool keep = token < count, poison = unreadable >> token & 1;
+#pragma unroll
+        for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            float& x = s[block][n][2 * i + j];
+            x = !keep ? -INFINITY : poison ? NAN : x;
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void raise_maximum(const float (&s)[kTileRowBlocks][kColumnBlocks][4]) {
 #pragma unroll
     for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        float largest = fmaxf(m[n][j], fmaxf(s[n][j], s[n][j + 2]));
+        float largest = m[n][j];
+#pragma unroll
+        for (int block = 0; block < kTileRowBlocks; ++block) {
+          largest = fmaxf(largest, fmaxf(s[block][n][j], s[block][n][j + 2]));
+        }
         largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 4));
         largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 8));
         largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 16));

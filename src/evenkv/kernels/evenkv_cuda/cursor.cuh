@@ -24,8 +24,12 @@ struct PageSize {
 // What a tile in the ring holds. A piece is a run of tiles of one request and one unit.
 struct Tile {
   int32_t request, unit;
-  uint32_t tokens;  // number of tokens (1..16), and a bit for each unreadable one from bit 16 on
-  uint32_t flags;
+  uint32_t flags;       // TileFlags, and the number of tokens (0 to kTileTokens) from bit kCountShift on
+  uint32_t unreadable;  // a bit for each token whose page id is out of range
+
+  __device__ __forceinline__ int tokens() const { return static_cast<int>(flags >> kCountShift); }
+
+  static constexpr int kCountShift = 16;
 };
 enum TileFlags : uint32_t {
   kFirstOfPiece = 1,
@@ -61,6 +65,16 @@ __device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_
   return count - 1;
 }
 
+// Tiles in shared memory: the 16-byte chunks of a row are permuted by XOR with the row's number, so that a column
+// of eight rows touches all banks. As XOR on addresses (tiles are aligned), each access costs one instruction more
+// and no register: swizzled_row gives a row's base, swizzled picks a chunk known at compile time.
+__device__ __forceinline__ uint32_t swizzled_row(uint32_t tile, int row) {
+  return tile + row * kRowBytes + (kRowBytes >= 128 ? row & 7 : row >> 1 & 3) * 16;
+}
+__device__ __forceinline__ uint32_t swizzled(uint32_t row_base, int chunk) {
+  return kRowBytes >= 128 ? (row_base ^ (chunk & 7) * 16) + (chunk & ~7) * 16 : row_base ^ chunk * 16;
+}
+
 class Cursor {
  public:
   __device__ __forceinline__ Cursor(const DecodeParams& p, int32_t unit_slots)
@@ -85,6 +99,77 @@ class Cursor {
 
   // Moves to the next tile; false when the walk is over.
   __device__ __forceinline__ bool next() {
+    if ((slot_ >= unit_end_ || slot_ - begin_ >= length_) && !seek()) return false;
+    const int32_t token = slot_ - begin_;
+    const int32_t count = min(min(kTileTokens, length_ - token), unit_end_ - slot_);
+    tile_slot_ = slot_;
+    tile_tokens_ = count;
+    flags_ = poison_flag_;
+    if (!in_piece_) flags_ |= kFirstOfPiece | (token > 0 ? kStartsBefore : 0);
+    slot_ += count;
+    const bool request_ends = token + count >= length_;
+    in_piece_ = !request_ends && slot_ < unit_end_;
+    if (!in_piece_) flags_ |= kLastOfPiece | (request_ends ? 0 : kEndsAfter);
+    return true;
+  }
+
+  // Enqueues the tile's copies into `stage` (a shared address) and describes it. `head` is the KV head.
+  __device__ __forceinline__ Tile copy_tile(uint32_t stage, int32_t head) {
+    const int32_t first_index = page_.page_of(tile_slot_);
+    if (first_index >= id_base_ + 64) {
+      load_ids(first_index);
+    } else if (first_index >= id_base_ + 32) {
+      id_base_ += 32;
+      ids_now_ = ids_next_;
+      ids_next_ = load_id(id_base_ + 32 + lane_);
+    }
+    const char* keys = static_cast<const char*>(p_.k_cache) + head * p_.k_stride_head * kElementBytes;
+    const char* values = static_cast<const char*>(p_.v_cache) + head * p_.v_stride_head * kElementBytes;
+    const uint32_t value_stage = stage + kTileTokens * kRowBytes;
+    uint32_t unreadable = 0;
+    if (((page_.size | tile_slot_) & 15) == 0) {
+      // Each 16 rows lie in one page, side by side.
+#pragma unroll
+      for (int block = 0; block < kTileRowBlocks; ++block) {
+        const int32_t slot = tile_slot_ + block * 16;
+        const int32_t index = page_.page_of(slot);
+        const int32_t rows = min(16, tile_tokens_ - block * 16);
+        const int32_t id = listed_id(index);
+        const bool readable = static_cast<uint32_t>(id) < static_cast<uint32_t>(p_.num_pages);
+        if (!readable && rows > 0) unreadable |= ((1u << rows) - 1) << (block * 16);
+        const int64_t page = readable ? id : 0;
+        const int64_t in_page = slot - index * page_.size;
+        const int32_t wanted = readable ? rows : 0;
+        copy_block(stage + block * 16 * kRowBytes,
+                   keys + (page * p_.k_stride_page + in_page * p_.k_stride_slot) * kElementBytes,
+                   p_.k_stride_slot * kElementBytes, wanted);
+        copy_block(value_stage + block * 16 * kRowBytes,
+                   values + (page * p_.v_stride_page + in_page * p_.v_stride_slot) * kElementBytes,
+                   p_.v_stride_slot * kElementBytes, wanted);
+      }
+    } else {
+      // Lane i finds row i.
+      const int32_t slot = tile_slot_ + lane_;
+      const int32_t index = page_.page_of(slot);
+      const int32_t id = listed_id(index);
+      const bool wanted = lane_ < tile_tokens_;
+      const bool readable = static_cast<uint32_t>(id) < static_cast<uint32_t>(p_.num_pages);
+      const uint32_t rows = __ballot_sync(kAllLanes, wanted && readable);
+      unreadable = __ballot_sync(kAllLanes, wanted && !readable);
+      const int64_t page = wanted && readable ? id : 0;
+      const int64_t in_page = wanted && readable ? slot - index * page_.size : 0;
+      copy_rows(stage, keys, (page * p_.k_stride_page + in_page * p_.k_stride_slot) * kElementBytes, rows);
+      copy_rows(value_stage, values, (page * p_.v_stride_page + in_page * p_.v_stride_slot) * kElementBytes, rows);
+    }
+    return {first_request_ + request_lane_, unit_, flags_ | static_cast<uint32_t>(tile_tokens_) << Tile::kCountShift,
+            unreadable};
+  }
+
+  __device__ __forceinline__ int32_t unit() const { return unit_; }
+
+ private:
+  // Finds the next token after a request or a unit ended.
+  __device__ __forceinline__ bool seek() {
     while (true) {
       if (slot_ >= unit_end_) {
         if (left_ <= 0) return false;
@@ -99,18 +184,7 @@ class Cursor {
         begin_ = 0;
         length_ = 0;
       }
-      const int32_t token = slot_ - begin_;
-      if (token < length_) {
-        const int32_t count = min(min(kTileTokens, length_ - token), unit_end_ - slot_);
-        tile_slot_ = slot_;
-        tile_tokens_ = count;
-        flags_ = (poison_mask_ >> request_lane_ & 1) ? kPoisoned : 0;
-        if (!in_piece_) flags_ |= kFirstOfPiece | (token > 0 ? kStartsBefore : 0);
-        slot_ += count;
-        in_piece_ = token + count < length_ && slot_ < unit_end_;
-        if (!in_piece_) flags_ |= kLastOfPiece | (token + count < length_ ? kEndsAfter : 0);
-        return true;
-      }
+      if (slot_ - begin_ < length_) return true;
       const uint32_t later = request_lane_ == 31 ? 0 : nonempty_mask_ & (kAllLanes << (request_lane_ + 1));
       if (later != 0) {
         take_request(__ffs(later) - 1);
@@ -124,45 +198,6 @@ class Cursor {
       }
     }
   }
-
-  // Enqueues the tile's copies into `stage` (a shared address) and describes it. `head` is the KV head.
-  __device__ __forceinline__ Tile copy_tile(uint32_t stage, int32_t head) {
-    const int32_t slot = tile_slot_ + (lane_ & 15);
-    const int32_t index = page_.page_of(slot);
-    const int32_t first_index = page_.page_of(tile_slot_);
-    if (first_index >= id_base_ + 64) {
-      load_ids(first_index);
-    } else if (first_index >= id_base_ + 32) {
-      id_base_ += 32;
-      ids_now_ = ids_next_;
-      ids_next_ = load_id(id_base_ + 32 + lane_);
-    }
-    const int32_t k = index - id_base_;
-    const int32_t now = __shfl_sync(kAllLanes, ids_now_, k & 31);
-    const int32_t next = __shfl_sync(kAllLanes, ids_next_, k & 31);
-    const int32_t id = k < 32 ? now : next;
-    const bool wanted = (lane_ & 15) < tile_tokens_;
-    const bool readable = static_cast<uint32_t>(id) < static_cast<uint32_t>(p_.num_pages);
-    const uint32_t readable_rows = __ballot_sync(kAllLanes, wanted && readable) & 0xffffu;
-    const uint32_t unreadable_rows = __ballot_sync(kAllLanes, wanted && !readable) & 0xffffu;
-    const int64_t page = wanted && readable ? id : 0;
-    const int64_t in_page = wanted && readable ? slot - index * page_.size : 0;
-    copy_rows(stage, static_cast<const char*>(p_.k_cache) + head * p_.k_stride_head * kElementBytes,
-              (page * p_.k_stride_page + in_page * p_.k_stride_slot) * kElementBytes, readable_rows);
-    copy_rows(stage + kTileTokens * kRowBytes,
-              static_cast<const char*>(p_.v_cache) + head * p_.v_stride_head * kElementBytes,
-              (page * p_.v_stride_page + in_page * p_.v_stride_slot) * kElementBytes, readable_rows);
-    Tile tile;
-    tile.request = first_request_ + request_lane_;
-    tile.unit = unit_;
-    tile.tokens = static_cast<uint32_t>(tile_tokens_) | unreadable_rows << 16;
-    tile.flags = flags_;
-    return tile;
-  }
-
-  __device__ __forceinline__ int32_t unit() const { return unit_; }
-
- private:
   __device__ __forceinline__ int32_t load_id(int32_t index) const {
     return index < id_limit_ ? __ldg(p_.kv_indices + index) : -1;
   }
@@ -196,25 +231,46 @@ class Cursor {
     request_lane_ = lane;
     begin_ = __shfl_sync(kAllLanes, lane_begin_, lane);
     length_ = __shfl_sync(kAllLanes, lane_length_, lane);
+    poison_flag_ = (poison_mask_ >> lane & 1) ? kPoisoned : 0;
   }
-  // `offset` (bytes) is the lane's row's, lane & 15; rows not in the mask are zero-filled.
+  // kv_indices[index] from the windows, for an index of the lane's own.
+  __device__ __forceinline__ int32_t listed_id(int32_t index) const {
+    const int32_t k = index - id_base_;
+    const int32_t now = __shfl_sync(kAllLanes, ids_now_, k & 31);
+    const int32_t next = __shfl_sync(kAllLanes, ids_next_, k & 31);
+    return k < 32 ? now : next;
+  }
+  // A lane's place `rows` (a multiple of the rows of one copy) further down.
+  static __device__ __forceinline__ uint32_t later_row(uint32_t lane_dst, int rows) {
+    return (lane_dst ^ (kRowBytes >= 128 ? rows & 7 : rows >> 1 & 3) * 16) + rows * kRowBytes;
+  }
+  // 16 rows at equal distances; rows from `wanted` on are zero-filled.
+  __device__ __forceinline__ void copy_block(uint32_t dst, const char* src, int64_t row_stride, int32_t wanted) {
+    constexpr int kLanesPerRow = kRowBytes / 16;
+    constexpr int kRowsPerCopy = 32 / kLanesPerRow;
+    const int chunk = lane_ % kLanesPerRow, first_row = lane_ / kLanesPerRow;
+    src += first_row * row_stride + chunk * 16;
+    const uint32_t lane_dst = swizzled(swizzled_row(dst, first_row), chunk);
+#pragma unroll
+    for (int i = 0; i < 16 / kRowsPerCopy; ++i) {
+      const int row = i * kRowsPerCopy + first_row;
+      copy_async_16(later_row(lane_dst, i * kRowsPerCopy), src, row < wanted ? 16 : 0);
+      if (row + kRowsPerCopy < wanted) src += kRowsPerCopy * row_stride;
+    }
+  }
+  // `offset` (bytes) is that of the lane's row; rows not in the mask are zero-filled.
   __device__ __forceinline__ void copy_rows(uint32_t dst, const char* base, int64_t offset, uint32_t rows) {
     constexpr int kLanesPerRow = kRowBytes / 16;
     constexpr int kRowsPerCopy = 32 / kLanesPerRow;
-    const int chunk = lane_ % kLanesPerRow;
+    const int chunk = lane_ % kLanesPerRow, first_row = lane_ / kLanesPerRow;
+    base += chunk * 16;
+    const uint32_t lane_dst = swizzled(swizzled_row(dst, first_row), chunk);
 #pragma unroll
     for (int i = 0; i < kTileTokens / kRowsPerCopy; ++i) {
-      const int row = i * kRowsPerCopy + lane_ / kLanesPerRow;
+      const int row = i * kRowsPerCopy + first_row;
       const int64_t row_offset = __shfl_sync(kAllLanes, offset, row);
-      copy_async_16(dst + row * kRowBytes + swizzle(row, chunk) * 16, base + row_offset + chunk * 16,
-                    (rows >> row & 1) ? 16 : 0);
+      copy_async_16(later_row(lane_dst, i * kRowsPerCopy), base + row_offset, (rows >> row & 1) ? 16 : 0);
     }
-  }
-
- public:
-  // Rows are a multiple of the 128 bytes that the banks span (or half): XOR spreads a column over the banks.
-  static __device__ __forceinline__ int swizzle(int row, int chunk) {
-    return kRowBytes >= 128 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
   }
 
  private:
@@ -225,7 +281,7 @@ class Cursor {
   int32_t id_limit_;          // page ids that may be read
   int32_t unit_ = 0, slot_ = 0, unit_end_ = 0, left_ = 0;
   int32_t tile_slot_ = 0, tile_tokens_ = 0;
-  uint32_t flags_ = 0;
+  uint32_t flags_ = 0, poison_flag_ = 0;
   bool in_piece_ = false;
   // The current request, and the window's 32 requests in the lanes.
   int32_t first_request_ = 0, request_lane_ = -1, begin_ = 0, length_ = 0;

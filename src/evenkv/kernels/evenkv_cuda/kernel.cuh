@@ -1,11 +1,13 @@
 // The kernel: one launch, no plan.
 //
 // Grid: at most one block an SM. A block takes chunks of the flattened slot line (schedule.h): its first one by
-// its index, later ones by a ticket. Block: kWarps warps; the chunk is cut evenly among them (with several KV
-// heads a block, among the warps of each head). Warp: streams its tokens through a ring of tiles in shared memory
-// and keeps one flash-decoding state (attention.cuh). Lane: see attention.cuh.
-// A request inside one warp's part is written by that warp; one cut between warps is merged in the block; one cut
-// between chunks goes to scratch and is merged by the block that finishes its last missing chunk.
+// its index, later ones by a ticket. Block: kWarps streaming warps and kMergeWarps merging warps. The chunk is cut
+// evenly among the streaming warps (with several KV heads a block, among the warps of each head); each streams its
+// tokens through a ring of tiles in shared memory that runs on from chunk to chunk, and keeps one flash-decoding
+// state (attention.cuh: what a lane does).
+// A request inside one warp's part is written by that warp. One cut between warps or chunks leaves pieces, which
+// the merging warps add up while the next chunk streams: a whole request is written; one cut between chunks goes to
+// scratch and is merged by the block that finishes its last missing chunk, in chunk order.
 #pragma once
 
 #include "merge.cuh"
@@ -19,21 +21,36 @@ constexpr int kTicket = 0, kLeft = 1, kArrivals = 2;
 template <int kHeads>
 struct SharedMemory {
   uint8_t ring[kWarps][kRingBytes];
-  union {
-    float pieces[kPiecesInShared ? kWarps : 1][kPartialFloats];  // each warp's last cut piece of a chunk
-    uint8_t sums[8192];                                          // the chunk merge's, after the pieces were read
-  };
+  alignas(16) uint8_t pieces[kPiecesInShared ? kWarps * kPieceBytes : 16];  // each warp's last cut piece of a chunk
+  alignas(16) uint8_t sums[kSumBytes];                                      // the chunk merge's
   Tile tiles[kWarps][kStages];
   Piece cut_pieces[kWarps / kHeads][2];
   CutRequest cuts[2];
-  int32_t next_chunk[2];  // by parity of the chunk's place in the block's sequence
+  Schedule schedule;
+  int32_t chunks_read;           // chunks whose pieces the merging warps are through with
+  unsigned long long claims[2];  // see Claim; by parity of the chunk's place in the block's sequence
 };
-constexpr int32_t kUnclaimed = -1, kClaiming = -2;
+
+// A chunk that the block drew: its place in the block's sequence (high word) and the chunk, or kClaiming.
+struct Claim {
+  static constexpr uint32_t kClaiming = 0xffffffffu;
+  static __device__ __forceinline__ unsigned long long make(uint32_t place, uint32_t chunk) {
+    return static_cast<unsigned long long>(place) << 32 | chunk;
+  }
+  static __device__ __forceinline__ uint32_t place(unsigned long long claim) { return claim >> 32; }
+  static __device__ __forceinline__ uint32_t chunk(unsigned long long claim) { return static_cast<uint32_t>(claim); }
+};
+
+// A word that another warp of the block writes.
+template <typename T>
+__device__ __forceinline__ T read_shared(const T* word) {
+  return *static_cast<const volatile T*>(word);
+}
 
 // Where a warp's cut piece waits for its block (see Piece): scratch behind the chunks' slots, or shared memory.
 template <int kHeads>
 __device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory<kHeads>& shared, int warp, int index) {
-  if (kPiecesInShared && index == 1) return shared.pieces[warp];
+  if (kPiecesInShared && index == 1) return reinterpret_cast<float*>(shared.pieces) + warp * kPartialFloats;
   const int64_t slots = static_cast<int64_t>(p.workers) * kChunksPerWorkerBound * 2 * kHeads;
   return p.partials + (slots + (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * 2 + index) * kPartialFloats;
 }
@@ -54,11 +71,13 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
   }
 }
 
-// Requests without tokens have no slots on the line: every warp of the grid looks after its share of them.
+// Requests without tokens have no slots on the line: the merging warps look after them while they wait, each its
+// share (in a block without a chunk too).
 __device__ __forceinline__ void write_empty_requests(const DecodeParams& p) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) / 32 - kWarps;
+  if (warp < 0) return;
   const int heads = p.num_kv_heads * kGroupSize;
-  for (int32_t request = warp * gridDim.x + blockIdx.x; request < p.batch; request += gridDim.x * kWarps) {
+  for (int32_t request = warp * gridDim.x + blockIdx.x; request < p.batch; request += gridDim.x * kMergeWarps) {
     const int32_t pages = __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request);
     const bool empty = pages <= 0 || (pages == 1 && p.kv_last_page_len != nullptr &&
                                       __ldg(p.kv_last_page_len + request) == 0);
@@ -130,12 +149,12 @@ __device__ __forceinline__ CutRequest locate_cut(const DecodeParams& p, const Sc
 }
 
 // Merges the warps' cut pieces of a chunk: whole requests are written, cut ones go to the chunk's scratch slots and
-// are noted in shared.cuts. Called by all threads after a barrier.
+// are noted in shared.cuts. Called by all merging threads.
 template <int kHeads>
 __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<kHeads>& shared,
                                             const Schedule& schedule, int32_t unit_slots, int32_t chunk) {
   constexpr int kPieces = kWarps / kHeads * 2;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 - kWarps;
   // Lane i looks at piece i; chains are runs of pieces of one request.
   uint32_t flags = 0;
   if (lane < kPieces) flags = shared.cut_pieces[lane / 2][lane % 2].flags;
@@ -145,9 +164,9 @@ __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<
   const uint32_t leaders = __ballot_sync(kAllLanes, leads);
   const int chains = __popc(leaders);
   // One chain: all threads share it. Several: a warp each.
-  const int threads = chains == 1 ? kThreads : 32;
-  const int thread = chains == 1 ? threadIdx.x : lane;
-  for (int chain = chains == 1 ? 0 : warp; chain < chains; chain += kWarps) {
+  const int threads = chains == 1 ? kMergeThreads : 32;
+  const int thread = chains == 1 ? threadIdx.x - kStreamThreads : lane;
+  for (int chain = chains == 1 ? 0 : warp; chain < chains; chain += kMergeWarps) {
     uint32_t rest = leaders;
     for (int i = 0; i < chain; ++i) rest &= rest - 1;
     const int begin = __ffs(rest) - 1;
@@ -193,28 +212,34 @@ __device__ __forceinline__ void arrive(const DecodeParams& p, CutRequest& cut) {
   }
 }
 
-// All threads, when every warp is through with `chunk`.
+// The merging warps: one round a chunk of the block.
 template <int kHeads>
-__device__ __forceinline__ void end_chunk(const DecodeParams& p, SharedMemory<kHeads>& shared, const Schedule& schedule,
-                                       int32_t unit_slots, int32_t chunk, int parity) {
-  __syncthreads();
-  merge_block<kHeads>(p, shared, schedule, unit_slots, chunk);
-  if (threadIdx.x == 0) shared.next_chunk[parity] = kUnclaimed;
-  __syncthreads();
-  const bool cut = shared.cuts[0].request >= 0 || shared.cuts[1].request >= 0;
-  if (!cut) return;
-  if (threadIdx.x < 2 && shared.cuts[threadIdx.x].request >= 0) {
-    arrive(p, shared.cuts[threadIdx.x]);
-  }
-  __syncthreads();
+__device__ __forceinline__ void merge_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                                 const Schedule& schedule, int32_t unit_slots) {
+  const int thread = threadIdx.x - kStreamThreads;
+  const bool tickets = schedule.num_chunks > static_cast<int32_t>(gridDim.x);
+  int32_t chunk = blockIdx.x;
 #pragma unroll 1
-  for (int slot = 0; slot < 2; ++slot) {
-    if (shared.cuts[slot].request >= 0 && shared.cuts[slot].merge_here) {
-      merge_chunks<kHeads>(p, shared.cuts[slot], reinterpret_cast<Merged*>(shared.sums));
+  for (uint32_t place = 0; chunk < schedule.num_chunks; ++place) {
+    if (thread < 2) shared.cuts[thread].request = -1;
+    barrier_wait(kMergeBarrier, kMergeThreads);
+    barrier_wait(kPiecesReady, kThreads);
+    merge_block<kHeads>(p, shared, schedule, unit_slots, chunk);
+    // The streams drew the next chunk before they ended this one.
+    chunk = tickets ? static_cast<int32_t>(Claim::chunk(shared.claims[(place + 1) & 1])) : schedule.num_chunks;
+    barrier_wait(kMergeBarrier, kMergeThreads);
+    if (thread == 0) *static_cast<volatile int32_t*>(&shared.chunks_read) = place + 1;
+    if (shared.cuts[0].request < 0 && shared.cuts[1].request < 0) continue;
+    if (thread < 2 && shared.cuts[thread].request >= 0) arrive(p, shared.cuts[thread]);
+    barrier_wait(kMergeBarrier, kMergeThreads);
+#pragma unroll 1
+    for (int slot = 0; slot < 2; ++slot) {
+      if (shared.cuts[slot].request >= 0 && shared.cuts[slot].merge_here) {
+        merge_chunks<kHeads>(p, shared.cuts[slot], reinterpret_cast<Merged*>(shared.sums));
+      }
     }
+    barrier_wait(kMergeBarrier, kMergeThreads);
   }
-  __syncthreads();
-  if (threadIdx.x < 2) shared.cuts[threadIdx.x].request = -1;
 }
 
 // Feeds one warp's ring: walks the warp's part of one chunk after another.
@@ -262,7 +287,7 @@ class Producer {
     const int part = threadIdx.x / 32 / kHeads;
     const ChunkRange range = chunk_range(schedule_, chunk);
     const int32_t chunk_slots = static_cast<int32_t>(range.end - range.begin);
-    const int32_t part_slots = static_cast<int32_t>(round_up_to_tile((chunk_slots + kBlockParts - 1) / kBlockParts));
+    const int32_t part_slots = static_cast<int32_t>(align_slots((chunk_slots + kBlockParts - 1) / kBlockParts));
     const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
     const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
     const int32_t unit = static_cast<int32_t>(begin / unit_slots_);
@@ -275,18 +300,22 @@ class Producer {
   // The block's next chunk: the first warp that runs dry draws the ticket, as late as that, for the others too.
   __device__ __forceinline__ int32_t claim_chunk() {
     if (schedule_.num_chunks <= static_cast<int32_t>(gridDim.x)) return schedule_.num_chunks;
-    int32_t chunk = 0;
+    uint32_t chunk = 0;
     if ((threadIdx.x & 31) == 0) {
-      int32_t* slot = &shared_.next_chunk[chunks_begun_ & 1];
-      chunk = atomicCAS(slot, kUnclaimed, kClaiming);
-      if (chunk == kUnclaimed) {
+      const uint32_t place = chunks_begun_;
+      unsigned long long* slot = &shared_.claims[place & 1];
+      const unsigned long long before = read_shared(slot);
+      if (Claim::place(before) != place &&
+          atomicCAS(slot, before, Claim::make(place, Claim::kClaiming)) == before) {
         chunk = gridDim.x + atomicAdd(p_.counters + kTicket, 1);
-        atomicExch(slot, chunk);
+        atomicExch(slot, Claim::make(place, chunk));
       } else {
-        while (chunk == kClaiming) chunk = *static_cast<volatile int32_t*>(slot);
+        do {
+          chunk = Claim::chunk(read_shared(slot));
+        } while (chunk == Claim::kClaiming);
       }
     }
-    return __shfl_sync(kAllLanes, chunk, 0);
+    return static_cast<int32_t>(__shfl_sync(kAllLanes, chunk, 0));
   }
 
   const DecodeParams& p_;
@@ -302,51 +331,38 @@ class Producer {
   bool at_end_ = false;      // no chunk is left
 };
 
+// A streaming warp: all its parts of the block's chunks.
 template <int kHeads>
-__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
-  extern __shared__ __align__(128) uint8_t raw[];
-  SharedMemory<kHeads>& shared = *reinterpret_cast<SharedMemory<kHeads>*>(raw);
+__device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                                  const Schedule& schedule, int32_t unit_slots) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int part = warp / kHeads, sub = warp % kHeads;
-  const int32_t unit_slots = __ldg(p.kv_indptr + p.batch) * p.page_size;
-  prefetch_inputs(p);
-  const int32_t units = p.num_kv_heads * kParts / kHeads;
-  const Schedule schedule = make_schedule(static_cast<int64_t>(units) * unit_slots, p.workers, kScheduleTuning);
-  if (static_cast<int32_t>(blockIdx.x) >= schedule.num_chunks) {
-    write_empty_requests(p);
-    return;  // then num_chunks <= gridDim.x: no tickets to put back
-  }
-  if (threadIdx.x < 2) {
-    shared.cuts[threadIdx.x].request = -1;
-    shared.next_chunk[threadIdx.x] = kUnclaimed;
-  }
-  if (schedule.num_chunks > static_cast<int32_t>(gridDim.x)) __syncthreads();  // before the first claim
-
   Producer<kHeads> producer(p, shared, schedule, unit_slots);
-#pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) producer.produce(0);
-  write_empty_requests(p);
-
   Attention attention;
   const uint32_t ring = shared_address(shared.ring[warp]);
   const Tile* tiles = shared.tiles[warp];
   uint32_t starts_before = 0;
-  int32_t chunk = blockIdx.x, chunks_done = 0;
-  bool at_chunk_start = true;
+  int32_t chunks_done = 0;
+  bool owns_slots = false;  // the merging warps are through with the pieces of the chunk before
+  const auto own_slots = [&] {
+    if (owns_slots) return;
+    owns_slots = true;
+    // A flag, not a barrier: warps must not wait for each other here.
+    while (read_shared(&shared.chunks_read) < chunks_done) {
+    }
+    if (sub == 0 && lane < 2) shared.cut_pieces[part][lane].flags = 0;
+    __syncwarp();
+  };
 #pragma unroll 1
-  for (int32_t consumed = 0;; ++consumed) {
+  for (int32_t consumed = 1 - kStages;; ++consumed) {  // the first rounds only fill the ring
     __syncwarp();  // the stage that the next copies fill was read by all lanes
     producer.produce(chunks_done);
     __syncwarp();  // the tile's description is visible
+    if (consumed < 0) continue;
     if (consumed == producer.produced()) break;
     const int stage = consumed % kStages;
     const Tile tile = tiles[stage];
-    if (at_chunk_start) {
-      at_chunk_start = false;
-      if (sub == 0 && lane < 2) shared.cut_pieces[part][lane].flags = 0;
-      __syncwarp();
-    }
-    if (tile.tokens != 0) {
+    if (tile.tokens() != 0) {
       const UnitHeads heads(tile.unit, kHeads, sub);
       if (tile.flags & kFirstOfPiece) {
         attention.start(p, tile.request, heads.head0, heads.heads, heads.kv_head);
@@ -354,13 +370,14 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
       }
       copy_async_wait<kStages - 1>();
       __syncwarp();  // all lanes' copies of the tile arrived
-      attention.attend(ring + stage * kTileBytes, tile.tokens, tile.flags & kPoisoned);
+      attention.attend(ring + stage * kTileBytes, tile);
       if (tile.flags & kLastOfPiece) {
         attention.finish();
         const uint32_t cut = starts_before | (tile.flags & kEndsAfter);
         if (cut == 0) {
           write_whole_piece(p, tile.request, heads, attention);
         } else {
+          own_slots();
           const int last = tile.flags & kLastOfChunk ? 1 : 0;
           attention.store_partial(piece_slot<kHeads>(p, shared, warp, last));
           if (sub == 0 && lane == 0) {
@@ -370,16 +387,44 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
       }
     }
     if (tile.flags & kLastOfChunk) {
-      // Copies of the next chunk's first tiles are in flight meanwhile.
-      end_chunk<kHeads>(p, shared, schedule, unit_slots, chunk, chunks_done & 1);
+      own_slots();
+      __syncwarp();
+      barrier_arrive(kPiecesReady, kThreads);
       ++chunks_done;
-      at_chunk_start = true;
-      chunk = shared.next_chunk[chunks_done & 1];
+      owns_slots = false;
     }
   }
   copy_async_wait<0>();
+}
+
+template <int kHeads>
+__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(128) uint8_t raw[];
+  SharedMemory<kHeads>& shared = *reinterpret_cast<SharedMemory<kHeads>*>(raw);
+  const int32_t unit_slots = __ldg(p.kv_indptr + p.batch) * p.page_size;
+  prefetch_inputs(p);
+  const int32_t units = p.num_kv_heads * kParts / kHeads;
+  // In shared memory: a dozen registers that no thread has to spare.
+  const Schedule& schedule = shared.schedule;
+  if (threadIdx.x == 0) {
+    shared.schedule = make_schedule(static_cast<int64_t>(units) * unit_slots, p.workers, kScheduleTuning);
+    shared.chunks_read = 0;
+    shared.claims[0] = shared.claims[1] = Claim::make(0, 0);  // place 0 is never claimed
+  }
+  __syncthreads();
+  if (static_cast<int32_t>(blockIdx.x) >= schedule.num_chunks) {
+    write_empty_requests(p);
+    return;  // then num_chunks <= gridDim.x: no tickets to put back
+  }
+  const bool tickets = schedule.num_chunks > static_cast<int32_t>(gridDim.x);
+  if (threadIdx.x >= kStreamThreads) {
+    write_empty_requests(p);
+    merge_all_chunks<kHeads>(p, shared, schedule, unit_slots);
+    return;
+  }
+  stream_all_chunks<kHeads>(p, shared, schedule, unit_slots);
   // The last block to leave puts the tickets back to zero.
-  if (schedule.num_chunks > static_cast<int32_t>(gridDim.x) && threadIdx.x == 0) {
+  if (tickets && threadIdx.x == 0) {
     __threadfence();
     if (atomicAdd(p.counters + kLeft, 1) == static_cast<int32_t>(gridDim.x) - 1) {
       p.counters[kTicket] = 0;

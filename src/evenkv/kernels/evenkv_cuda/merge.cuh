@@ -18,6 +18,9 @@ struct UnitHeads {
   }
 };
 
+// Named barriers: the chunk's pieces are there (streams arrive, merging warps wait); among the merging warps.
+constexpr int kPiecesReady = 1, kMergeBarrier = 2;
+
 // One running sum of partials: sum of 2^(m_i - m) * (l_i, o_i).
 struct Merged {
   float m = kNoMaximum, l = 0.0f;
@@ -114,19 +117,20 @@ __device__ __forceinline__ float* chunk_slot(const DecodeParams& p, int32_t chun
   return p.partials + ((static_cast<int64_t>(chunk) * 2 + slot) * heads_per_block + sub) * kPartialFloats;
 }
 
-// All threads: merges a cut request's partials in chunk order and writes its output.
+// All merging threads: merges a cut request's partials in chunk order and writes its output.
 // Threads form groups; each sums every kGroups-th chunk and group 0 adds the groups' sums in order.
 template <int kHeads>
 __device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutRequest& cut, Merged* shared) {
   constexpr int kQuads = kHeadDim / 4;
   constexpr int kElements = kHeads * kUnitHeads * kQuads;
-  constexpr int kGroups = kElements >= kThreads ? 1 : kThreads / kElements;
+  constexpr int kGroups = kElements >= kMergeThreads ? 1 : kMergeThreads / kElements;
   // Partials loaded together: a trip to memory takes far longer than the sum. Large accumulators leave registers
   // for fewer.
-  constexpr int kBatch = kSteps * kColumnBlocks > 8 ? 4 : 16;
-  const int group = threadIdx.x / kElements;
-  for (int base = 0; base < kElements; base += kThreads) {
-    const int element = base + (kGroups == 1 ? threadIdx.x : threadIdx.x % kElements);
+  constexpr int kBatch = kSteps * kColumnBlocks > 8 ? 4 : 8;
+  const int thread = threadIdx.x - kStreamThreads;
+  const int group = kGroups == 1 ? 0 : thread / kElements;
+  for (int base = 0; base < kElements; base += kMergeThreads) {
+    const int element = base + (kGroups == 1 ? thread : thread % kElements);
     const bool active = element < kElements && group < kGroups;
     const int sub = element / (kUnitHeads * kQuads), head = element / kQuads % kUnitHeads, d = element % kQuads * 4;
     Merged sum;
@@ -151,7 +155,7 @@ __device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutReq
     }
     if constexpr (kGroups > 1) {
       if (active && group > 0) shared[(group - 1) * kElements + element] = sum;
-      __syncthreads();
+      barrier_wait(kMergeBarrier, kMergeThreads);
       if (active && group == 0) {
 #pragma unroll
         for (int other = 0; other < kGroups - 1; ++other) {
@@ -159,7 +163,7 @@ __device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutReq
           sum.add(s.m, s.l, s.o);
         }
       }
-      __syncthreads();
+      barrier_wait(kMergeBarrier, kMergeThreads);
     }
     if (active && group == 0) {
       const UnitHeads unit(cut.unit, kHeads, sub);

@@ -18,7 +18,7 @@
 
 namespace evenkv {
 
-constexpr int kTileTokens = 16;          // the tensor core's row count: a warp's unit of work
+constexpr int kSlotAlignment = 16;        // chunk lengths are multiples of the tensor core's row count
 constexpr int kHalvingRounds = 6;         // bounds the number of chunks, and with it the scratch
 constexpr int kChunksPerWorkerBound = 9;  // chunks <= this * workers, see make_schedule
 
@@ -44,14 +44,14 @@ struct Schedule {
   int32_t num_chunks;
 };
 
-EVENKV_HOST_DEVICE int64_t round_up_to_tile(int64_t slots) {
-  return (slots + kTileTokens - 1) / kTileTokens * kTileTokens;
+EVENKV_HOST_DEVICE int64_t align_slots(int64_t slots) {
+  return (slots + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
 
 EVENKV_HOST_DEVICE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 EVENKV_HOST_DEVICE int64_t halving_slots(int64_t per_worker, int round) {
-  return round_up_to_tile(per_worker >> (round + 1));
+  return align_slots(per_worker >> (round + 1));
 }
 
 // total: slots on the line, >= 0; workers >= 1.
@@ -62,7 +62,7 @@ EVENKV_HOST_DEVICE Schedule make_schedule(int64_t total, int32_t workers, Schedu
   s.per_worker = (total + workers - 1) / workers;
   s.tail_begin = 0;
   s.tail_first = 0;
-  int64_t tail = max64(tuning.min_chunk, round_up_to_tile(s.per_worker));
+  int64_t tail = max64(tuning.min_chunk, align_slots(s.per_worker));
   if (s.per_worker > tuning.single_round_slots) {
     for (int k = 0; k < kHalvingRounds; ++k) {
       const int64_t slots = halving_slots(s.per_worker, k);
@@ -72,7 +72,7 @@ EVENKV_HOST_DEVICE Schedule make_schedule(int64_t total, int32_t workers, Schedu
     }
     // At most about two pieces a worker are left to the tail, however large the batch is.
     const int64_t left_per_worker = (total - s.tail_begin + workers - 1) / workers;
-    tail = max64(tuning.tail_chunk, round_up_to_tile((left_per_worker + 1) / 2));
+    tail = max64(tuning.tail_chunk, align_slots((left_per_worker + 1) / 2));
   }
   s.tail_slots = static_cast<int32_t>(tail);
   s.num_chunks = s.tail_first + static_cast<int32_t>((total - s.tail_begin + tail - 1) / tail);

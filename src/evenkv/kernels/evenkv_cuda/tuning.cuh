@@ -25,6 +25,10 @@ constexpr int kColumnBlocks = (kUnitHeads + 7) / 8;             // query heads a
 
 constexpr int kElementBytes = kIsFp8 ? 1 : 2;
 constexpr int kRowBytes = kHeadDim * kElementBytes;
+// A warp's step. Rows of up to 128 bytes go 32 at a time: the step's fixed cost (bookkeeping, the chain from logits
+// to probabilities) is paid for twice the bytes.
+constexpr int kTileTokens = kRowBytes > 128 ? 16 : 32;
+constexpr int kTileRowBlocks = kTileTokens / 16;         // the tensor core's 16 rows
 constexpr int kTileBytes = 2 * kTileTokens * kRowBytes;  // K rows, then V rows
 
 // Shared memory of a block, by the oldest architecture that this build is for (host and device agree on it).
@@ -40,19 +44,25 @@ constexpr int oldest_architecture() {
 }
 constexpr int kSharedBudget = oldest_architecture() >= 900 ? 232448 : oldest_architecture() == 800 ? 166912 : 101376;
 
-// One block an SM. Its rings take what shared memory allows, 24 KB of copies in flight a warp on sm_90: five times
-// what latency alone needs, so that other SMs' copies fill the gaps of this one. 4 warps where a tile is large or
-// shared memory small.
-constexpr int kWarps = kTileBytes > 8192 || kSharedBudget < 131072 ? 4 : 8;
-constexpr int kThreads = kWarps * 32;
+// One block an SM. Some warps stream; their rings take what shared memory allows, 192 KB in flight on sm_90: five
+// times what latency alone needs. Others merge: a chunk's end costs fences and atomics, 3 us in which the streams
+// would starve. Nine to twelve warps leave 168 registers a thread, enough for groups up to 8; groups up to 16 need
+// the 255 that eight warps leave. Fewer stream where a tile is large or shared memory small.
+constexpr int kWarps = kTileBytes > 8192 || kSharedBudget < 131072 ? 4 : kColumnBlocks > 1 ? 6 : 8;
+constexpr int kMergeWarps = kWarps == 8 ? 4 : 2;
+constexpr int kStreamThreads = kWarps * 32;
+constexpr int kMergeThreads = kMergeWarps * 32;
+constexpr int kThreads = kStreamThreads + kMergeThreads;
 
 constexpr int kPartialStride = kHeadDim + 4;  // floats a head: O, then m, l and padding (spreads the banks)
 constexpr int kPartialFloats = kUnitHeads * kPartialStride;
 // A warp leaves its cut piece in shared memory where groups up to 8 let it fit, else in scratch.
 constexpr bool kPiecesInShared = kUnitHeads <= 8;
 constexpr int kPieceBytes = kPiecesInShared ? kPartialFloats * 4 : 0;
-constexpr int kPieceArea = kWarps * kPieceBytes > 8192 ? kWarps * kPieceBytes : 8192;
-constexpr int kStages = (kSharedBudget - kPieceArea - 2048) / kWarps / kTileBytes;
+// The chunk merge splits the chunks among groups of threads where one group is small.
+constexpr bool kMergeInGroups = kUnitHeads * kHeadDim / 4 * 2 <= kMergeThreads;
+constexpr int kSumBytes = kMergeInGroups ? kMergeThreads * 32 : 16;
+constexpr int kStages = (kSharedBudget - kWarps * kPieceBytes - kSumBytes - 2048) / kWarps / kTileBytes;
 constexpr int kRingBytes = kStages * kTileBytes;
 static_assert(kStages >= 2, "no room for two tiles a warp");
 
