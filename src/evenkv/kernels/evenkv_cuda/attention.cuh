@@ -1,16 +1,17 @@
-// Flash decoding of one warp: 16 tokens a step, keys and values as the tensor core's 16-row operand, query heads
-// as its 8 columns. S = K Q^T and O^T = V^T P^T then have the same columns in the same lanes, so the running
-// maximum and the rescaling stay inside a lane; P changes layout by one 8x8 transpose for each 8 tokens.
+// Flash decoding of one warp: 16 tokens a step, keys and values as the tensor core's 16-row operand, query
+// heads as its 8 columns. S = K Q^T and O^T = V^T P^T then have the same columns in the same lanes, so the
+// running maximum and the rescaling stay inside a lane; P changes layout by one 8x8 transpose for each 8
+// tokens.
 //
-// Lane layout (g = lane / 4, c = lane % 4): S holds tokens g and g + 8 of heads 2c and 2c + 1 of a column block;
-// O^T holds two head-dim rows of those heads for each block of 16.
+// Lane layout (g = lane / 4, c = lane % 4): S holds tokens g and g + 8 of heads 2c and 2c + 1 of a column
+// block; O^T holds two head-dim rows of those heads for each block of 16.
 #pragma once
 
 #include "cursor.cuh"
 
 namespace evenkv {
 
-constexpr int kSteps = kHeadDim / 16;      // 16-deep steps of K Q^T, and 16-row blocks of V^T P^T
+constexpr int kSteps = kHeadDim / 16;  // 16-deep steps of K Q^T, and 16-row blocks of V^T P^T
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNoMaximum = -1e38f;  // finite: exp2(x - m) needs no guard for -inf
 
@@ -36,7 +37,8 @@ struct Attention {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           // 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements 4c .. 4c + 3 of each 16.
-          const int d = kIsFp8 ? step * 16 + (lane % 4) * 4 + half * 2 : step * 16 + half * 8 + (lane % 4) * 2;
+          const int d =
+              kIsFp8 ? step * 16 + (lane % 4) * 4 + half * 2 : step * 16 + half * 8 + (lane % 4) * 2;
           q[step][n][half] = valid ? __ldg(reinterpret_cast<const uint32_t*>(q_head + d)) : 0u;
         }
         m[n][0] = m[n][1] = kNoMaximum;
@@ -76,8 +78,8 @@ struct Attention {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint32_t pair = q[step][n][half];
-          q[step][n][half] = pack_mma(__uint_as_float(pair << 16) * scale,
-                                      __uint_as_float(pair & 0xffff0000u) * scale);
+          q[step][n][half] =
+              pack_mma(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xffff0000u) * scale);
         }
       }
     }
@@ -87,7 +89,8 @@ struct Attention {
   __device__ __forceinline__ void attend(uint32_t stage, const Tile& tile) {
     float s[kTileRowBlocks][kColumnBlocks][4];
 #pragma unroll
-    for (int block = 0; block < kTileRowBlocks; ++block) multiply_keys(stage + block * 16 * kRowBytes, s[block]);
+    for (int block = 0; block < kTileRowBlocks; ++block)
+      multiply_keys(stage + block * 16 * kRowBytes, s[block]);
     const bool poisoned = tile.flags & kPoisoned;
 #pragma unroll
     for (int block = 0; block < kTileRowBlocks; ++block) {
@@ -241,7 +244,8 @@ struct Attention {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           // A register holds two head dims of two tokens; the permute pairs the tokens of each head dim.
-          const uint32_t first = __byte_perm(r[2 * i], 0, 0x3120), second = __byte_perm(r[2 * i + 1], 0, 0x3120);
+          const uint32_t first = __byte_perm(r[2 * i], 0, 0x3120),
+                         second = __byte_perm(r[2 * i + 1], 0, 0x3120);
           const uint32_t a[4] = {widen_fp8x2(first), widen_fp8x2(first >> 16), widen_fp8x2(second),
                                  widen_fp8x2(second >> 16)};
 #pragma unroll

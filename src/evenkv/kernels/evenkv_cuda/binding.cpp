@@ -14,7 +14,8 @@ namespace {
 
 using tvm::ffi::TensorView;
 
-constexpr DLDataType kKvTypes[] = {{kDLBfloat, 16, 1}, {kDLFloat, 16, 1}, {kDLFloat8_e4m3fn, 8, 1}, {kDLFloat8_e5m2, 8, 1}};
+constexpr DLDataType kKvTypes[] = {
+    {kDLBfloat, 16, 1}, {kDLFloat, 16, 1}, {kDLFloat8_e4m3fn, 8, 1}, {kDLFloat8_e5m2, 8, 1}};
 constexpr DLDataType kKvType = kKvTypes[EVENKV_KV_DTYPE];
 constexpr DLDataType kQueryType = kKvTypes[EVENKV_Q_DTYPE];
 constexpr DLDataType kInt32 = {kDLInt, 32, 1};
@@ -22,18 +23,26 @@ constexpr DLDataType kFloat32 = {kDLFloat, 32, 1};
 
 std::string type_name(DLDataType type) {
   switch (type.code) {
-    case kDLBfloat: return "bfloat" + std::to_string(type.bits);
-    case kDLFloat: return "float" + std::to_string(type.bits);
-    case kDLInt: return "int" + std::to_string(type.bits);
-    case kDLUInt: return "uint" + std::to_string(type.bits);
-    case kDLFloat8_e4m3fn: return "float8_e4m3fn";
-    case kDLFloat8_e5m2: return "float8_e5m2";
-    default: return "dtype code " + std::to_string(type.code);
+    case kDLBfloat:
+      return "bfloat" + std::to_string(type.bits);
+    case kDLFloat:
+      return "float" + std::to_string(type.bits);
+    case kDLInt:
+      return "int" + std::to_string(type.bits);
+    case kDLUInt:
+      return "uint" + std::to_string(type.bits);
+    case kDLFloat8_e4m3fn:
+      return "float8_e4m3fn";
+    case kDLFloat8_e5m2:
+      return "float8_e5m2";
+    default:
+      return "dtype code " + std::to_string(type.code);
   }
 }
 
 // -1 in `shape` accepts any size.
-void check(const char* name, const TensorView& t, DLDataType type, std::initializer_list<int64_t> shape, DLDevice device) {
+void check(const char* name, const TensorView& t, DLDataType type, std::initializer_list<int64_t> shape,
+           DLDevice device) {
   const DLDataType got = t.dtype();
   if (got.code != type.code || got.bits != type.bits || got.lanes != 1) {
     TVM_FFI_THROW(TypeError) << name << ": wanted " << type_name(type) << ", got " << type_name(got);
@@ -42,7 +51,8 @@ void check(const char* name, const TensorView& t, DLDataType type, std::initiali
     TVM_FFI_THROW(ValueError) << name << ": wanted a CUDA tensor, got device type " << t.device().device_type;
   }
   if (t.device().device_id != device.device_id) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted cuda:" << device.device_id << " like q, got cuda:" << t.device().device_id;
+    TVM_FFI_THROW(ValueError) << name << ": wanted cuda:" << device.device_id
+                              << " like q, got cuda:" << t.device().device_id;
   }
   bool same = t.ndim() == static_cast<int>(shape.size());
   for (int d = 0; same && d < t.ndim(); ++d) {
@@ -56,17 +66,20 @@ void check(const char* name, const TensorView& t, DLDataType type, std::initiali
     TVM_FFI_THROW(ValueError) << name << ": wanted shape [" << wanted << "], got [" << came << "]";
   }
   if (t.ndim() > 0 && t.size(t.ndim() - 1) > 1 && t.stride(t.ndim() - 1) != 1) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted a last dimension of stride 1, got " << t.stride(t.ndim() - 1);
+    TVM_FFI_THROW(ValueError) << name << ": wanted a last dimension of stride 1, got "
+                              << t.stride(t.ndim() - 1);
   }
 }
 
 void check_contiguous(const char* name, const TensorView& t) {
-  if (!t.IsContiguous()) TVM_FFI_THROW(ValueError) << name << ": wanted a contiguous tensor; call .contiguous() on it";
+  if (!t.IsContiguous())
+    TVM_FFI_THROW(ValueError) << name << ": wanted a contiguous tensor; call .contiguous() on it";
 }
 
 const char* data(const TensorView& t) { return static_cast<const char*>(t.data_ptr()); }
 
-// Rows are copied 16 bytes at a time (q: read 4 bytes at a time). A dimension of size 1 has no stride to speak of.
+// Rows are copied 16 bytes at a time (q: read 4 bytes at a time). A dimension of size 1 has no stride to
+// speak of.
 void check_alignment(const char* name, const TensorView& t, int64_t bytes) {
   bool aligned = reinterpret_cast<uintptr_t>(data(t)) % bytes == 0;
   for (int d = 0; d + 1 < t.ndim(); ++d) {
@@ -85,7 +98,8 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
          TensorView k_scale, TensorView v_scale,
 #endif
          double sm_scale, TensorView output, TensorView lse) {
-  constexpr int64_t H = EVENKV_NUM_QO_HEADS, K = EVENKV_NUM_KV_HEADS, D = EVENKV_HEAD_DIM, P = EVENKV_PAGE_SIZE;
+  constexpr int64_t H = EVENKV_NUM_QO_HEADS, K = EVENKV_NUM_KV_HEADS, D = EVENKV_HEAD_DIM,
+                    P = EVENKV_PAGE_SIZE;
   const DLDevice device = q.device();
   check("q", q, kQueryType, {-1, H, D}, device);
   const int64_t batch = q.size(0);
@@ -135,11 +149,13 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
   p.num_kv_indices = static_cast<int32_t>(kv_indices.size(0));
   p.sm_scale = static_cast<float>(sm_scale);
   void* stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
-  if (const char* error = evenkv::launch_decode(p, device.device_id, stream)) TVM_FFI_THROW(RuntimeError) << error;
+  if (const char* error = evenkv::launch_decode(p, device.device_id, stream))
+    TVM_FFI_THROW(RuntimeError) << error;
 }
 
 void fill_scratch(int64_t byte) {
-  if (const char* error = evenkv::fill_scratch(static_cast<int32_t>(byte))) TVM_FFI_THROW(RuntimeError) << error;
+  if (const char* error = evenkv::fill_scratch(static_cast<int32_t>(byte)))
+    TVM_FFI_THROW(RuntimeError) << error;
 }
 
 }  // namespace

@@ -40,8 +40,8 @@ enum TileFlags : uint32_t {
   kLastOfChunk = 32,  // the warp's last tile of a chunk (a tile of no tokens where its part has none)
 };
 
-// The last request whose first page is at most `page`: the owner of that page. Independent loads first: batches
-// up to 255 requests take one trip to memory. Every lane returns the same value.
+// The last request whose first page is at most `page`: the owner of that page. Independent loads first:
+// batches up to 255 requests take one trip to memory. Every lane returns the same value.
 __device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_t batch, int32_t page) {
   const int lane = threadIdx.x & 31;
   int32_t low = 0, high = batch + 1;  // the count of entries <= page lies in [low, high]
@@ -65,9 +65,10 @@ __device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_
   return count - 1;
 }
 
-// Tiles in shared memory: the 16-byte chunks of a row are permuted by XOR with the row's number, so that a column
-// of eight rows touches all banks. As XOR on addresses (tiles are aligned), each access costs one instruction more
-// and no register: swizzled_row gives a row's base, swizzled picks a chunk known at compile time.
+// Tiles in shared memory: the 16-byte chunks of a row are permuted by XOR with the row's number, so that a
+// column of eight rows touches all banks. As XOR on addresses (tiles are aligned), each access costs one
+// instruction more and no register: swizzled_row gives a row's base, swizzled picks a chunk known at compile
+// time.
 __device__ __forceinline__ uint32_t swizzled_row(uint32_t tile, int row) {
   return tile + row * kRowBytes + (kRowBytes >= 128 ? row & 7 : row >> 1 & 3) * 16;
 }
@@ -159,10 +160,11 @@ class Cursor {
       const int64_t page = wanted && readable ? id : 0;
       const int64_t in_page = wanted && readable ? slot - index * page_.size : 0;
       copy_rows(stage, keys, (page * p_.k_stride_page + in_page * p_.k_stride_slot) * kElementBytes, rows);
-      copy_rows(value_stage, values, (page * p_.v_stride_page + in_page * p_.v_stride_slot) * kElementBytes, rows);
+      copy_rows(value_stage, values, (page * p_.v_stride_page + in_page * p_.v_stride_slot) * kElementBytes,
+                rows);
     }
-    return {first_request_ + request_lane_, unit_, flags_ | static_cast<uint32_t>(tile_tokens_) << Tile::kCountShift,
-            unreadable};
+    return {first_request_ + request_lane_, unit_,
+            flags_ | static_cast<uint32_t>(tile_tokens_) << Tile::kCountShift, unreadable};
   }
 
   __device__ __forceinline__ int32_t unit() const { return unit_; }
@@ -245,7 +247,8 @@ class Cursor {
     return (lane_dst ^ (kRowBytes >= 128 ? rows & 7 : rows >> 1 & 3) * 16) + rows * kRowBytes;
   }
   // 16 rows at equal distances; rows from `wanted` on are zero-filled.
-  __device__ __forceinline__ void copy_block(uint32_t dst, const char* src, int64_t row_stride, int32_t wanted) {
+  __device__ __forceinline__ void copy_block(uint32_t dst, const char* src, int64_t row_stride,
+                                             int32_t wanted) {
     constexpr int kLanesPerRow = kRowBytes / 16;
     constexpr int kRowsPerCopy = 32 / kLanesPerRow;
     const int chunk = lane_ % kLanesPerRow, first_row = lane_ / kLanesPerRow;

@@ -53,18 +53,21 @@ struct Scratch {
   size_t partial_bytes = 0;
 };
 
-// Two launches that may overlap never share scratch: one per stream, and one per capture, since a graph may be
-// replayed on any stream. Entries live as long as the process.
+// Two launches that may overlap never share scratch: one per stream, and one per capture, since a graph may
+// be replayed on any stream. Entries live as long as the process.
 using ScratchKey = std::tuple<int, void*, unsigned long long>;
 std::mutex scratch_mutex;
 std::map<ScratchKey, Scratch> scratch_of;
 
-size_t counter_count(int workers) { return kArrivals + static_cast<size_t>(workers) * kChunksPerWorkerBound; }
+size_t counter_count(int workers) {
+  return kArrivals + static_cast<size_t>(workers) * kChunksPerWorkerBound * 2;
+}
 
 const char* get_scratch(int device, cudaStream_t stream, int workers, size_t partial_bytes, Scratch& out) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
-  if (failed(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo")) return message.c_str();
+  if (failed(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo"))
+    return message.c_str();
   const bool capturing = status == cudaStreamCaptureStatusActive;
   const ScratchKey key{device, capturing ? nullptr : static_cast<void*>(stream), capturing ? capture : 0};
   const std::lock_guard<std::mutex> lock(scratch_mutex);
@@ -80,7 +83,8 @@ const char* get_scratch(int device, cudaStream_t stream, int workers, size_t par
       return message.c_str();
     }
     cudaStream_t side;  // a capture forbids work on the legacy stream
-    if (failed(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "cudaStreamCreate")) return message.c_str();
+    if (failed(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "cudaStreamCreate"))
+      return message.c_str();
     const bool bad = failed(cudaMemsetAsync(fresh.counters, 0, counter_bytes, side), "clearing counters") ||
                      failed(cudaStreamSynchronize(side), "clearing counters");
     cudaStreamDestroy(side);
@@ -95,7 +99,8 @@ const char* get_scratch(int device, cudaStream_t stream, int workers, size_t par
 template <int kHeads>
 const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
   static std::mutex mutex;
-  static std::map<int, int> workers_of;  // device -> SM count, once the kernel may use its shared memory there
+  static std::map<int, int>
+      workers_of;  // device -> SM count, once the kernel may use its shared memory there
   int workers;
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -103,7 +108,8 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
     if (known != workers_of.end()) {
       workers = known->second;
     } else {
-      if (failed(cudaDeviceGetAttribute(&workers, cudaDevAttrMultiProcessorCount, device), "reading the SM count") ||
+      if (failed(cudaDeviceGetAttribute(&workers, cudaDevAttrMultiProcessorCount, device),
+                 "reading the SM count") ||
           failed(cudaFuncSetAttribute(decode_kernel<kHeads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       static_cast<int>(sizeof(SharedMemory<kHeads>))),
                  "asking for shared memory (a GPU of compute capability 8.0, 9.0 or 10.0 has enough)")) {
@@ -114,7 +120,8 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
   }
   const size_t slots = static_cast<size_t>(workers) * (kChunksPerWorkerBound * 2 * kHeads + kWarps * 2);
   Scratch scratch;
-  if (const char* error = get_scratch(device, stream, workers, slots * kPartialFloats * sizeof(float), scratch)) {
+  if (const char* error =
+          get_scratch(device, stream, workers, slots * kPartialFloats * sizeof(float), scratch)) {
     return error;
   }
   p.partials = scratch.partials;
@@ -137,7 +144,8 @@ const char* launch_decode(DecodeParams params, int32_t device, void* stream) {
   if constexpr (kIsFp8 && kParts == 1) {
     // fp8 rows of one head are short for DRAM: read two heads' rows, which lie side by side, in one block. In
     // small problems twice the chunks fill more SMs.
-    const int64_t slots = static_cast<int64_t>(params.num_kv_heads) * params.num_kv_indices * params.page_size;
+    const int64_t slots =
+        static_cast<int64_t>(params.num_kv_heads) * params.num_kv_indices * params.page_size;
     if (params.num_kv_heads % 2 == 0 && slots >= kPairHeadsFromSlots) {
       return launch<2>(params, device, static_cast<cudaStream_t>(stream));
     }

@@ -1,33 +1,35 @@
 // The kernel: one launch, no plan.
 //
-// Grid: at most one block an SM. A block takes chunks of the flattened slot line (schedule.h): its first one by
-// its index, later ones by a ticket. Block: kWarps streaming warps and kMergeWarps merging warps. The chunk is cut
-// evenly among the streaming warps (with several KV heads a block, among the warps of each head); each streams its
-// tokens through a ring of tiles in shared memory that runs on from chunk to chunk, and keeps one flash-decoding
-// state (attention.cuh: what a lane does).
-// A request inside one warp's part is written by that warp. One cut between warps or chunks leaves pieces, which
-// the merging warps add up while the next chunk streams: a whole request is written; one cut between chunks goes to
-// scratch and is merged by the block that finishes its last missing chunk, in chunk order.
+// Grid: at most one block an SM. A block takes chunks of the flattened slot line (schedule.h): its first one
+// by its index, later ones by a ticket. Block: kWarps streaming warps and kMergeWarps merging warps. The
+// chunk is cut evenly among the streaming warps (with several KV heads a block, among the warps of each
+// head); each streams its tokens through a ring of tiles in shared memory that runs on from chunk to chunk,
+// and keeps one flash-decoding state (attention.cuh: what a lane does). A request inside one warp's part is
+// written by that warp. One cut between warps or chunks leaves pieces, which the merging warps add up while
+// the next chunk streams: a whole request is written; one cut between chunks goes to scratch and is merged by
+// the block that finishes its last missing chunk, in chunk order.
 #pragma once
 
 #include "merge.cuh"
 
 namespace evenkv {
 
-// Layout of the counters: ticket, blocks that left, then one arrival count a chunk (used by the cut request that
-// begins in it). All are zero between launches.
+// Layout of the counters: ticket, blocks that left, then two arrival counts a chunk: chunks of the group that
+// begins with it, and groups of the cut request that begins in it. All are zero between launches.
 constexpr int kTicket = 0, kLeft = 1, kArrivals = 2;
 
 template <int kHeads>
 struct SharedMemory {
   uint8_t ring[kWarps][kRingBytes];
-  alignas(16) uint8_t pieces[kPiecesInShared ? kWarps * kPieceBytes : 16];  // each warp's last cut piece of a chunk
-  alignas(16) uint8_t sums[kSumBytes];                                      // the chunk merge's
+  alignas(16)
+      uint8_t pieces[kPiecesInShared ? kWarps * kPieceBytes : 16];  // each warp's last cut piece of a chunk
+  alignas(16) uint8_t sums[kSumBytes];                              // the chunk merge's
   Tile tiles[kWarps][kStages];
   Piece cut_pieces[kWarps / kHeads][2];
   CutRequest cuts[2];
   Schedule schedule;
-  int32_t chunks_read;           // chunks whose pieces the merging warps are through with
+  bool arrived_last[2], groups_complete[2];  // of the cut requests
+  int32_t chunks_read;                       // chunks whose pieces the merging warps are through with
   unsigned long long claims[2];  // see Claim; by parity of the chunk's place in the block's sequence
 };
 
@@ -38,7 +40,9 @@ struct Claim {
     return static_cast<unsigned long long>(place) << 32 | chunk;
   }
   static __device__ __forceinline__ uint32_t place(unsigned long long claim) { return claim >> 32; }
-  static __device__ __forceinline__ uint32_t chunk(unsigned long long claim) { return static_cast<uint32_t>(claim); }
+  static __device__ __forceinline__ uint32_t chunk(unsigned long long claim) {
+    return static_cast<uint32_t>(claim);
+  }
 };
 
 // A word that another warp of the block writes.
@@ -47,21 +51,26 @@ __device__ __forceinline__ T read_shared(const T* word) {
   return *static_cast<const volatile T*>(word);
 }
 
-// Where a warp's cut piece waits for its block (see Piece): scratch behind the chunks' slots, or shared memory.
+// Where a warp's cut piece waits for its block (see Piece): scratch behind the chunks' slots, or shared
+// memory.
 template <int kHeads>
-__device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory<kHeads>& shared, int warp, int index) {
+__device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory<kHeads>& shared, int warp,
+                                             int index) {
   if (kPiecesInShared && index == 1) return reinterpret_cast<float*>(shared.pieces) + warp * kPartialFloats;
   const int64_t slots = static_cast<int64_t>(p.workers) * kChunksPerWorkerBound * 2 * kHeads;
-  return p.partials + (slots + (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * 2 + index) * kPartialFloats;
+  return p.partials +
+         (slots + (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * 2 + index) * kPartialFloats;
 }
 
-// What every block reads soon, into L2 at once: the lines lie in DRAM, and each is at the head of a chain of reads.
+// What every block reads soon, into L2 at once: the lines lie in DRAM, and each is at the head of a chain of
+// reads.
 __device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
   const int32_t thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
   constexpr int kLineInts = 32, kRowLines = kHeadDim * 2 / 128;
   for (int32_t i = thread; i * kLineInts <= p.batch; i += threads) {
     prefetch_l2(p.kv_indptr + i * kLineInts);
-    if (p.kv_last_page_len != nullptr && i * kLineInts < p.batch) prefetch_l2(p.kv_last_page_len + i * kLineInts);
+    if (p.kv_last_page_len != nullptr && i * kLineInts < p.batch)
+      prefetch_l2(p.kv_last_page_len + i * kLineInts);
   }
   const int32_t heads = p.num_kv_heads * kGroupSize;
   for (int32_t i = thread; i < p.batch * heads * kRowLines; i += threads) {
@@ -71,28 +80,30 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
   }
 }
 
-// Requests without tokens have no slots on the line: the merging warps look after them while they wait, each its
-// share (in a block without a chunk too).
+// Requests without tokens have no slots on the line: the merging warps look after them while they wait, each
+// its share (in a block without a chunk too).
 __device__ __forceinline__ void write_empty_requests(const DecodeParams& p) {
   const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) / 32 - kWarps;
   if (warp < 0) return;
   const int heads = p.num_kv_heads * kGroupSize;
-  for (int32_t request = warp * gridDim.x + blockIdx.x; request < p.batch; request += gridDim.x * kMergeWarps) {
+  for (int32_t request = warp * gridDim.x + blockIdx.x; request < p.batch;
+       request += gridDim.x * kMergeWarps) {
     const int32_t pages = __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request);
     const bool empty = pages <= 0 || (pages == 1 && p.kv_last_page_len != nullptr &&
                                       __ldg(p.kv_last_page_len + request) == 0);
     if (!empty) continue;
-    uint4* out = reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.output) + output_row(p, request, 0) * kHeadDim);
+    uint4* out =
+        reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.output) + output_row(p, request, 0) * kHeadDim);
     for (int i = lane; i < heads * kHeadDim / 8; i += 32) out[i] = make_uint4(0, 0, 0, 0);
     for (int i = lane; i < heads; i += 32) p.lse[output_row(p, request, i)] = -INFINITY;
   }
 }
 
-// The sum over a chain of pieces (bit 2 * part + index), for four elements of one head. A chain is a run of last
-// pieces (index 1), one for each part, and perhaps an early piece (index 0) at its end.
+// The sum over a chain of pieces (bit 2 * part + index), for four elements of one head. A chain is a run of
+// last pieces (index 1), one for each part, and perhaps an early piece (index 0) at its end.
 template <int kHeads>
-__device__ __forceinline__ Merged sum_pieces(const DecodeParams& p, SharedMemory<kHeads>& shared, uint32_t members,
-                                             int sub, int head, int d) {
+__device__ __forceinline__ Merged sum_pieces(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                             uint32_t members, int sub, int head, int d) {
   constexpr int kBlockParts = kWarps / kHeads;
   const uint32_t early = members & 0x55555555u;
   float2 early_ml = {kNoMaximum, 0.0f};
@@ -134,8 +145,9 @@ __device__ __forceinline__ Merged sum_pieces(const DecodeParams& p, SharedMemory
 }
 
 // Where a cut request begins and ends.
-__device__ __forceinline__ CutRequest locate_cut(const DecodeParams& p, const Schedule& schedule, int32_t unit_slots,
-                                                 int32_t request, int32_t unit) {
+__device__ __forceinline__ CutRequest locate_cut(const DecodeParams& p, const Schedule& schedule,
+                                                 int32_t unit_slots, int32_t request, int32_t unit,
+                                                 int32_t chunk) {
   const int32_t page = __ldg(p.kv_indptr + request);
   const int32_t pages = __ldg(p.kv_indptr + request + 1) - page;
   int32_t last = p.page_size;
@@ -145,11 +157,13 @@ __device__ __forceinline__ CutRequest locate_cut(const DecodeParams& p, const Sc
   }
   const int64_t begin = static_cast<int64_t>(unit) * unit_slots + static_cast<int64_t>(page) * p.page_size;
   const int64_t length = static_cast<int64_t>(pages - 1) * p.page_size + last;
-  return {request, unit, chunk_of(schedule, begin), chunk_of(schedule, begin + length - 1), false};
+  const int32_t first = chunk_of(schedule, begin);
+  const int32_t last_chunk = chunk_of(schedule, begin + length - 1);
+  return {request, unit, first, last_chunk, chunk - (chunk - first) % kGroupChunks};
 }
 
-// Merges the warps' cut pieces of a chunk: whole requests are written, cut ones go to the chunk's scratch slots and
-// are noted in shared.cuts. Called by all merging threads.
+// Merges the warps' cut pieces of a chunk: whole requests are written, cut ones go to the chunk's scratch
+// slots and are noted in shared.cuts. Called by all merging threads.
 template <int kHeads>
 __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<kHeads>& shared,
                                             const Schedule& schedule, int32_t unit_slots, int32_t chunk) {
@@ -196,19 +210,51 @@ __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<
     }
     // The chain's last thread: it has the least to sum.
     if (cut != 0 && thread == threads - 1) {
-      shared.cuts[slot] = locate_cut(p, schedule, unit_slots, head_piece.request, head_piece.unit);
+      shared.cuts[slot] = locate_cut(p, schedule, unit_slots, head_piece.request, head_piece.unit, chunk);
     }
   }
 }
 
-// One thread: counts the block in at a cut request; the last of its chunks to come merges it.
-__device__ __forceinline__ void arrive(const DecodeParams& p, CutRequest& cut) {
-  int32_t* arrivals = p.counters + kArrivals + cut.first_chunk;
-  __threadfence();  // cumulative: the block's partials, which the barrier before ordered, come first
-  cut.merge_here = atomicAdd(arrivals, 1) == cut.last_chunk - cut.first_chunk;
-  if (cut.merge_here) {
-    *arrivals = 0;
+// One thread: counts the block in at a counter; true when it is the last of `expected`. What the block wrote
+// is visible to the last, and what the others wrote to this block then.
+__device__ __forceinline__ bool arrive_last(int32_t* counter, int32_t expected) {
+  __threadfence();  // cumulative: covers the writes of all threads that the barrier before ordered
+  const bool last = atomicAdd(counter, 1) == expected - 1;
+  if (last) {
+    *counter = 0;
     __threadfence();
+  }
+  return last;
+}
+
+// All merging threads: does what is due at the cut requests whose partials this block wrote.
+template <int kHeads>
+__device__ __forceinline__ void merge_cuts(const DecodeParams& p, SharedMemory<kHeads>& shared) {
+  const int thread = threadIdx.x - kStreamThreads;
+  Merged* sums = reinterpret_cast<Merged*>(shared.sums);
+  int32_t* arrivals = p.counters + kArrivals;
+  if (thread < 2 && shared.cuts[thread].request >= 0) {  // both at once: each takes two trips to memory
+    const CutRequest& cut = shared.cuts[thread];
+    shared.arrived_last[thread] =
+        cut.group_chunks() == 1 || arrive_last(arrivals + 2 * cut.group_first, cut.group_chunks());
+  }
+  barrier_wait(kMergeBarrier, kMergeThreads);
+#pragma unroll 1
+  for (int slot = 0; slot < 2; ++slot) {
+    const CutRequest& cut = shared.cuts[slot];
+    if (cut.request < 0 || !shared.arrived_last[slot]) continue;
+    const int32_t groups = cut.groups();
+    if (cut.group_chunks() > 1) {
+      merge_chunks<kHeads>(p, cut, cut.group_first, cut.group_first + cut.group_chunks() - 1, 1, groups > 1,
+                           sums);
+    }
+    if (groups == 1) continue;
+    // A word of its own: other threads may still be reading arrived_last.
+    if (thread == 0) shared.groups_complete[slot] = arrive_last(arrivals + 2 * cut.first_chunk + 1, groups);
+    barrier_wait(kMergeBarrier, kMergeThreads);
+    if (shared.groups_complete[slot]) {
+      merge_chunks<kHeads>(p, cut, cut.first_chunk, cut.last_chunk, kGroupChunks, false, sums);
+    }
   }
 }
 
@@ -226,18 +272,12 @@ __device__ __forceinline__ void merge_all_chunks(const DecodeParams& p, SharedMe
     barrier_wait(kPiecesReady, kThreads);
     merge_block<kHeads>(p, shared, schedule, unit_slots, chunk);
     // The streams drew the next chunk before they ended this one.
-    chunk = tickets ? static_cast<int32_t>(Claim::chunk(shared.claims[(place + 1) & 1])) : schedule.num_chunks;
+    chunk =
+        tickets ? static_cast<int32_t>(Claim::chunk(shared.claims[(place + 1) & 1])) : schedule.num_chunks;
     barrier_wait(kMergeBarrier, kMergeThreads);
     if (thread == 0) *static_cast<volatile int32_t*>(&shared.chunks_read) = place + 1;
     if (shared.cuts[0].request < 0 && shared.cuts[1].request < 0) continue;
-    if (thread < 2 && shared.cuts[thread].request >= 0) arrive(p, shared.cuts[thread]);
-    barrier_wait(kMergeBarrier, kMergeThreads);
-#pragma unroll 1
-    for (int slot = 0; slot < 2; ++slot) {
-      if (shared.cuts[slot].request >= 0 && shared.cuts[slot].merge_here) {
-        merge_chunks<kHeads>(p, shared.cuts[slot], reinterpret_cast<Merged*>(shared.sums));
-      }
-    }
+    merge_cuts(p, shared);
     barrier_wait(kMergeBarrier, kMergeThreads);
   }
 }
@@ -246,10 +286,15 @@ __device__ __forceinline__ void merge_all_chunks(const DecodeParams& p, SharedMe
 template <int kHeads>
 class Producer {
  public:
-  __device__ __forceinline__ Producer(const DecodeParams& p, SharedMemory<kHeads>& shared, const Schedule& schedule,
-                                      int32_t unit_slots)
-      : p_(p), shared_(shared), schedule_(schedule), cursor_(p, unit_slots), unit_slots_(unit_slots),
-        ring_(shared_address(shared.ring[threadIdx.x / 32])), tiles_(shared.tiles[threadIdx.x / 32]) {
+  __device__ __forceinline__ Producer(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                      const Schedule& schedule, int32_t unit_slots)
+      : p_(p),
+        shared_(shared),
+        schedule_(schedule),
+        cursor_(p, unit_slots),
+        unit_slots_(unit_slots),
+        ring_(shared_address(shared.ring[threadIdx.x / 32])),
+        tiles_(shared.tiles[threadIdx.x / 32]) {
     enter_chunk(blockIdx.x);
   }
 
@@ -287,7 +332,8 @@ class Producer {
     const int part = threadIdx.x / 32 / kHeads;
     const ChunkRange range = chunk_range(schedule_, chunk);
     const int32_t chunk_slots = static_cast<int32_t>(range.end - range.begin);
-    const int32_t part_slots = static_cast<int32_t>(align_slots((chunk_slots + kBlockParts - 1) / kBlockParts));
+    const int32_t part_slots =
+        static_cast<int32_t>(align_slots((chunk_slots + kBlockParts - 1) / kBlockParts));
     const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
     const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
     const int32_t unit = static_cast<int32_t>(begin / unit_slots_);
@@ -297,7 +343,8 @@ class Producer {
     ++chunks_begun_;
   }
 
-  // The block's next chunk: the first warp that runs dry draws the ticket, as late as that, for the others too.
+  // The block's next chunk: the first warp that runs dry draws the ticket, as late as that, for the others
+  // too.
   __device__ __forceinline__ int32_t claim_chunk() {
     if (schedule_.num_chunks <= static_cast<int32_t>(gridDim.x)) return schedule_.num_chunks;
     uint32_t chunk = 0;

@@ -6,7 +6,8 @@
 
 namespace evenkv {
 
-// Which query and KV heads a warp's unit means. A block's unit holds kHeads KV heads, one for each warp residue.
+// Which query and KV heads a warp's unit means. A block's unit holds kHeads KV heads, one for each warp
+// residue.
 struct UnitHeads {
   int32_t kv_head, head0, heads;
   __device__ __forceinline__ UnitHeads(int32_t unit, int32_t heads_per_block, int32_t sub) {
@@ -68,8 +69,8 @@ __device__ __forceinline__ void write_output(const DecodeParams& p, int32_t requ
 }
 
 // A whole request that one warp attended to: straight from its registers.
-__device__ __forceinline__ void write_whole_piece(const DecodeParams& p, int32_t request, const UnitHeads& unit,
-                                                  const Attention& a) {
+__device__ __forceinline__ void write_whole_piece(const DecodeParams& p, int32_t request,
+                                                  const UnitHeads& unit, const Attention& a) {
   const int lane = threadIdx.x & 31;
   const float scale = value_scale(p, unit.kv_head);
 #pragma unroll
@@ -105,45 +106,59 @@ struct Piece {
 };
 
 // A request that a chunk boundary cuts: its partials are the chunks' scratch slots from first to last.
+// Merging goes in two steps, so that no block sums hundreds of partials while its streams wait: whoever
+// completes a group of kGroupChunks chunks sums the group into the slot of its first chunk, whoever completes
+// the last group sums those.
+constexpr int kGroupChunks = 16;
 struct CutRequest {
   int32_t request, unit;  // request is -1 where there is none
   int32_t first_chunk, last_chunk;
-  bool merge_here;
+  int32_t group_first;  // of the group that this block's chunk belongs to
+
+  __device__ __forceinline__ int32_t chunks() const { return last_chunk - first_chunk + 1; }
+  __device__ __forceinline__ int32_t groups() const { return (chunks() + kGroupChunks - 1) / kGroupChunks; }
+  __device__ __forceinline__ int32_t group_chunks() const {
+    return min(kGroupChunks, last_chunk - group_first + 1);
+  }
 };
 
 // Scratch slot of a chunk: 0 holds the request that began before the chunk, 1 the one that begins in it.
-__device__ __forceinline__ float* chunk_slot(const DecodeParams& p, int32_t chunk, int slot, int heads_per_block,
-                                             int sub) {
+__device__ __forceinline__ float* chunk_slot(const DecodeParams& p, int32_t chunk, int slot,
+                                             int heads_per_block, int sub) {
   return p.partials + ((static_cast<int64_t>(chunk) * 2 + slot) * heads_per_block + sub) * kPartialFloats;
 }
 
-// All merging threads: merges a cut request's partials in chunk order and writes its output.
-// Threads form groups; each sums every kGroups-th chunk and group 0 adds the groups' sums in order.
+// All merging threads: sums the partials of chunks `begin`, `begin + stride` ... up to `end`, in this order.
+// The sum becomes the request's output, or (into_slot) the partial of chunk `begin`. Threads may form groups;
+// each sums every kThreadGroups-th partial, and the first adds the groups' sums in order.
 template <int kHeads>
-__device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutRequest& cut, Merged* shared) {
+__device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutRequest& cut, int32_t begin,
+                                             int32_t end, int32_t stride, bool into_slot, Merged* shared) {
   constexpr int kQuads = kHeadDim / 4;
   constexpr int kElements = kHeads * kUnitHeads * kQuads;
-  constexpr int kGroups = kElements >= kMergeThreads ? 1 : kMergeThreads / kElements;
-  // Partials loaded together: a trip to memory takes far longer than the sum. Large accumulators leave registers
-  // for fewer.
-  constexpr int kBatch = kSteps * kColumnBlocks > 8 ? 4 : 8;
+  constexpr int kThreadGroups = kElements >= kMergeThreads ? 1 : kMergeThreads / kElements;
+  // Partials loaded together: a trip to memory takes far longer than the sum. Large accumulators leave
+  // registers for fewer.
+  constexpr int kBatch = kSteps * kColumnBlocks > 8 ? 4 : 16;
   const int thread = threadIdx.x - kStreamThreads;
-  const int group = kGroups == 1 ? 0 : thread / kElements;
+  const int group = kThreadGroups == 1 ? 0 : thread / kElements;
   for (int base = 0; base < kElements; base += kMergeThreads) {
-    const int element = base + (kGroups == 1 ? thread : thread % kElements);
-    const bool active = element < kElements && group < kGroups;
-    const int sub = element / (kUnitHeads * kQuads), head = element / kQuads % kUnitHeads, d = element % kQuads * 4;
+    const int element = base + (kThreadGroups == 1 ? thread : thread % kElements);
+    const bool active = element < kElements && group < kThreadGroups;
+    const int sub = element / (kUnitHeads * kQuads), head = element / kQuads % kUnitHeads,
+              d = element % kQuads * 4;
     Merged sum;
     if (active) {
-      for (int32_t chunk = cut.first_chunk + group; chunk <= cut.last_chunk; chunk += kGroups * kBatch) {
+#pragma unroll 1
+      for (int32_t chunk = begin + group * stride; chunk <= end; chunk += kThreadGroups * kBatch * stride) {
         float2 ml[kBatch];
         float4 o[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          const int32_t c = chunk + i * kGroups;
+          const int32_t c = chunk + i * kThreadGroups * stride;
           ml[i] = {kNoMaximum, 0.0f};
           o[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-          if (c <= cut.last_chunk) {
+          if (c <= end) {
             const float* row = chunk_slot(p, c, c == cut.first_chunk, kHeads, sub) + head * kPartialStride;
             ml[i] = __ldcg(reinterpret_cast<const float2*>(row + kHeadDim));
             o[i] = __ldcg(reinterpret_cast<const float4*>(row + d));
@@ -153,25 +168,30 @@ __device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutReq
         for (int i = 0; i < kBatch; ++i) sum.add(ml[i].x, ml[i].y, o[i]);
       }
     }
-    if constexpr (kGroups > 1) {
+    if constexpr (kThreadGroups > 1) {
       if (active && group > 0) shared[(group - 1) * kElements + element] = sum;
-      barrier_wait(kMergeBarrier, kMergeThreads);
-      if (active && group == 0) {
-#pragma unroll
-        for (int other = 0; other < kGroups - 1; ++other) {
-          const Merged& s = shared[other * kElements + element];
-          sum.add(s.m, s.l, s.o);
-        }
-      }
-      barrier_wait(kMergeBarrier, kMergeThreads);
     }
-    if (active && group == 0) {
+    barrier_wait(kMergeBarrier, kMergeThreads);  // all have read: a slot may be written
+    if (!active || group > 0) continue;
+    if constexpr (kThreadGroups > 1) {
+#pragma unroll
+      for (int other = 0; other < kThreadGroups - 1; ++other) {
+        const Merged& s = shared[other * kElements + element];
+        sum.add(s.m, s.l, s.o);
+      }
+    }
+    if (into_slot) {
+      float* row = chunk_slot(p, begin, begin == cut.first_chunk, kHeads, sub) + head * kPartialStride;
+      *reinterpret_cast<float4*>(row + d) = sum.o;
+      if (d == 0) *reinterpret_cast<float2*>(row + kHeadDim) = make_float2(sum.m, sum.l);
+    } else {
       const UnitHeads unit(cut.unit, kHeads, sub);
       if (head < unit.heads) {
         write_output(p, cut.request, unit.head0 + head, d, sum, value_scale(p, unit.kv_head));
       }
     }
   }
+  barrier_wait(kMergeBarrier, kMergeThreads);  // sums and slots are written
 }
 
 }  // namespace evenkv

@@ -1,11 +1,12 @@
 // The chunk schedule: plain integers, compiled for the device and for the host (where it is tested).
 //
-// Space. All KV slots of the batch form one line: unit-major (a unit is a KV head, or a few of them), within a
-// unit in the order of kv_indices. The line's length, units * kv_indptr[batch] * page_size, is known from ONE load.
-// Cut. Workers take chunks of this line. Chunk lengths halve from round to round (`workers` chunks a round), so
-// that blocks with unequal bandwidth still end together; boundaries depend on the lengths and on the number of
-// workers alone, never on who computes a chunk: the bits stay the same.
-// Chunks may start and end inside a request; whoever finishes a cut request last merges it in chunk order.
+// Space. All KV slots of the batch form one line: unit-major (a unit is a KV head, or a few of them), within
+// a unit in the order of kv_indices. The line's length, units * kv_indptr[batch] * page_size, is known from
+// ONE load. Cut. Workers take chunks of this line, `workers` chunks a round: the first round three quarters
+// of the line, later ones half of what is left, so that blocks with unequal bandwidth still end together with
+// few chunks each. Boundaries depend on the lengths and on the number of workers alone, never on who computes
+// a chunk: the bits stay the same. Chunks may start and end inside a request; whoever finishes a cut request
+// last merges it in chunk order.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +20,14 @@
 namespace evenkv {
 
 constexpr int kSlotAlignment = 16;        // chunk lengths are multiples of the tensor core's row count
-constexpr int kHalvingRounds = 6;         // bounds the number of chunks, and with it the scratch
+constexpr int kRounds = 6;                // bounds the number of chunks, and with it the scratch
 constexpr int kChunksPerWorkerBound = 9;  // chunks <= this * workers, see make_schedule
 
 struct ScheduleTuning {
   int32_t min_chunk;           // slots: one tile for each warp of a block
   int32_t single_round_slots;  // up to this many slots a worker, one round of equal chunks: a second round's
                                // latency (page ids, first tiles, merge) would cost more than it balances
-  int32_t tail_chunk;          // slots: no chunk of a halving round is smaller
+  int32_t tail_chunk;  // slots: the rounds end, and the tail is cut evenly, where chunks get this small
 };
 
 struct ChunkRange {
@@ -36,10 +37,10 @@ struct ChunkRange {
 // No arrays: an array indexed at run time would live in local memory.
 struct Schedule {
   int64_t total;       // slots on the line
-  int64_t per_worker;  // total / workers, rounded up: round k cuts (per_worker >> (k + 1)) slots a chunk
-  int64_t tail_begin;  // position where the halving rounds end
+  int64_t per_worker;  // total / workers, rounded up: see round_slots
+  int64_t tail_begin;  // position where the rounds end
   int32_t workers;
-  int32_t tail_first;  // first chunk of the tail: halving rounds * workers
+  int32_t tail_first;  // first chunk of the tail: rounds * workers
   int32_t tail_slots;  // length of the tail's chunks
   int32_t num_chunks;
 };
@@ -50,8 +51,9 @@ EVENKV_HOST_DEVICE int64_t align_slots(int64_t slots) {
 
 EVENKV_HOST_DEVICE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-EVENKV_HOST_DEVICE int64_t halving_slots(int64_t per_worker, int round) {
-  return align_slots(per_worker >> (round + 1));
+// A round's chunk length: 3/4 of a worker's share, then 1/8, 1/16, 1/32 ...
+EVENKV_HOST_DEVICE int64_t round_slots(int64_t per_worker, int round) {
+  return align_slots(round == 0 ? per_worker - (per_worker >> 2) : per_worker >> (round + 2));
 }
 
 // total: slots on the line, >= 0; workers >= 1.
@@ -64,8 +66,8 @@ EVENKV_HOST_DEVICE Schedule make_schedule(int64_t total, int32_t workers, Schedu
   s.tail_first = 0;
   int64_t tail = max64(tuning.min_chunk, align_slots(s.per_worker));
   if (s.per_worker > tuning.single_round_slots) {
-    for (int k = 0; k < kHalvingRounds; ++k) {
-      const int64_t slots = halving_slots(s.per_worker, k);
+    for (int k = 0; k < kRounds; ++k) {
+      const int64_t slots = round_slots(s.per_worker, k);
       if (slots <= tuning.tail_chunk || s.tail_begin + slots * workers > total) break;
       s.tail_begin += slots * workers;
       s.tail_first += workers;
@@ -87,8 +89,8 @@ EVENKV_HOST_DEVICE ChunkRange chunk_range(const Schedule& s, int32_t chunk) {
     begin = s.tail_begin + (chunk - s.tail_first) * slots;
   } else {
     int k = 0;
-    for (; chunk >= s.workers; chunk -= s.workers, ++k) begin += halving_slots(s.per_worker, k) * s.workers;
-    slots = halving_slots(s.per_worker, k);
+    for (; chunk >= s.workers; chunk -= s.workers, ++k) begin += round_slots(s.per_worker, k) * s.workers;
+    slots = round_slots(s.per_worker, k);
     begin += chunk * slots;
   }
   ChunkRange range;
@@ -104,7 +106,7 @@ EVENKV_HOST_DEVICE int32_t chunk_of(const Schedule& s, int64_t position) {
   }
   int32_t first = 0;
   for (int k = 0;; ++k) {
-    const int64_t slots = halving_slots(s.per_worker, k);
+    const int64_t slots = round_slots(s.per_worker, k);
     if (position < slots * s.workers) return first + static_cast<int32_t>(position / slots);
     position -= slots * s.workers;
     first += s.workers;

@@ -16,17 +16,17 @@ constexpr bool kQueryIsHalf = EVENKV_Q_DTYPE == 1;
 // The tensor core computes in fp16 where the cache widens to fp16 exactly (fp8 does), else in bf16.
 constexpr bool kMmaHalf = kIsFp8 || kKvType == kFloat16;
 
-// Groups over this many heads are cut in parts that each read the KV head: correct, not tuned. Accumulators for 16
-// heads of 256 dims would spill.
+// Groups over this many heads are cut in parts that each read the KV head: correct, not tuned. Accumulators
+// for 16 heads of 256 dims would spill.
 constexpr int kMostUnitHeads = kHeadDim > 128 ? 8 : 16;
 constexpr int kParts = (kGroupSize + kMostUnitHeads - 1) / kMostUnitHeads;
 constexpr int kUnitHeads = (kGroupSize + kParts - 1) / kParts;  // query heads of one unit's KV head
-constexpr int kColumnBlocks = (kUnitHeads + 7) / 8;             // query heads are the mma's columns, 8 a block
+constexpr int kColumnBlocks = (kUnitHeads + 7) / 8;  // query heads are the mma's columns, 8 a block
 
 constexpr int kElementBytes = kIsFp8 ? 1 : 2;
 constexpr int kRowBytes = kHeadDim * kElementBytes;
-// A warp's step. Rows of up to 128 bytes go 32 at a time: the step's fixed cost (bookkeeping, the chain from logits
-// to probabilities) is paid for twice the bytes.
+// A warp's step. Rows of up to 128 bytes go 32 at a time: the step's fixed cost (bookkeeping, the chain from
+// logits to probabilities) is paid for twice the bytes.
 constexpr int kTileTokens = kRowBytes > 128 ? 16 : 32;
 constexpr int kTileRowBlocks = kTileTokens / 16;         // the tensor core's 16 rows
 constexpr int kTileBytes = 2 * kTileTokens * kRowBytes;  // K rows, then V rows
@@ -42,12 +42,15 @@ constexpr int oldest_architecture() {
   for (const int architecture : kArchitectures) oldest = architecture < oldest ? architecture : oldest;
   return oldest;
 }
-constexpr int kSharedBudget = oldest_architecture() >= 900 ? 232448 : oldest_architecture() == 800 ? 166912 : 101376;
+constexpr int kSharedBudget = oldest_architecture() >= 900   ? 232448
+                              : oldest_architecture() == 800 ? 166912
+                                                             : 101376;
 
-// One block an SM. Some warps stream; their rings take what shared memory allows, 192 KB in flight on sm_90: five
-// times what latency alone needs. Others merge: a chunk's end costs fences and atomics, 3 us in which the streams
-// would starve. Nine to twelve warps leave 168 registers a thread, enough for groups up to 8; groups up to 16 need
-// the 255 that eight warps leave. Fewer stream where a tile is large or shared memory small.
+// One block an SM. Some warps stream; their rings take what shared memory allows, 192 KB in flight on sm_90:
+// five times what latency alone needs. Others merge: a chunk's end costs fences and atomics, 3 us in which
+// the streams would starve. Nine to twelve warps leave 168 registers a thread, enough for groups up to 8;
+// groups up to 16 need the 255 that eight warps leave. Fewer stream where a tile is large or shared memory
+// small.
 constexpr int kWarps = kTileBytes > 8192 || kSharedBudget < 131072 ? 4 : kColumnBlocks > 1 ? 6 : 8;
 constexpr int kMergeWarps = kWarps == 8 ? 4 : 2;
 constexpr int kStreamThreads = kWarps * 32;
@@ -71,9 +74,11 @@ static_assert(kStages >= 2, "no room for two tiles a warp");
 constexpr float kRescaleThreshold = 8.0f;
 
 // min_chunk: one tile for each warp. single_round_slots and tail_chunk: see docs/kernel-log.md.
-constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 1024, 256};
+// One round below about 8 MB of bf16 a worker: measured better there than any finer cut, since a chunk's
+// begin and end still cost more than the balance gains.
+constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 16384, 512};
 
 // fp8 caches with an even number of KV heads: two heads a block from this many slots (all heads) on.
-constexpr int64_t kPairHeadsFromSlots = 1 << 20;
+constexpr int64_t kPairHeadsFromSlots = 1 << 21;
 
 }  // namespace evenkv
