@@ -1,0 +1,170 @@
+// A streaming warp: feeds its ring with the tiles of its parts and attends to them.
+#pragma once
+
+#include "shared.cuh"
+
+namespace evenkv {
+
+// Feeds one warp's ring: walks the warp's part of one chunk after another.
+template <int kHeads>
+class Producer {
+ public:
+  __device__ __forceinline__ Producer(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                      const Schedule& schedule, int32_t unit_slots)
+      : p_(p),
+        shared_(shared),
+        schedule_(schedule),
+        cursor_(p, unit_slots),
+        unit_slots_(unit_slots),
+        ring_(shared_address(shared.ring[threadIdx.x / 32])),
+        tiles_(shared.tiles[threadIdx.x / 32]) {
+    enter_chunk(blockIdx.x);
+  }
+
+  // Enqueues the next tile, if there is one and it is at most one chunk ahead of `chunks_done`.
+  __device__ __forceinline__ void produce(int32_t chunks_done) {
+    if (!more_tiles_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk(claim_chunk());
+    if (in_chunk_) {
+      const int lane = threadIdx.x & 31, sub = threadIdx.x / 32 % kHeads;
+      const int stage = produced_ % kStages;
+      Tile tile = {0, 0, 0, 0};
+      if (more_tiles_) {
+        const UnitHeads heads(cursor_.unit(), kHeads, sub);
+        tile = cursor_.copy_tile(ring_ + stage * kTileBytes, heads.kv_head);
+        more_tiles_ = cursor_.next();
+      }
+      if (!more_tiles_) {
+        tile.flags |= kLastOfChunk;
+        in_chunk_ = false;
+      }
+      if (lane == 0) tiles_[stage] = tile;
+      ++produced_;
+    }
+    copy_async_commit();
+  }
+
+  __device__ __forceinline__ int32_t produced() const { return produced_; }
+
+ private:
+  __device__ __forceinline__ void enter_chunk(int32_t chunk) {
+    if (chunk >= schedule_.num_chunks) {
+      at_end_ = true;
+      return;
+    }
+    constexpr int kBlockParts = kWarps / kHeads;
+    const int part = threadIdx.x / 32 / kHeads;
+    const ChunkRange range = chunk_range(schedule_, chunk);
+    const int32_t chunk_slots = static_cast<int32_t>(range.end - range.begin);
+    const int32_t part_slots =
+        static_cast<int32_t>(align_slots((chunk_slots + kBlockParts - 1) / kBlockParts));
+    const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
+    const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
+    const int32_t unit = static_cast<int32_t>(begin / unit_slots_);
+    cursor_.begin(unit, static_cast<int32_t>(begin - static_cast<int64_t>(unit) * unit_slots_), slots);
+    more_tiles_ = cursor_.next();
+    in_chunk_ = true;
+    ++chunks_begun_;
+  }
+
+  // The block's next chunk: the first warp that runs dry draws the ticket, as late as that, for the others
+  // too.
+  __device__ __forceinline__ int32_t claim_chunk() {
+    if (schedule_.num_chunks <= static_cast<int32_t>(gridDim.x)) return schedule_.num_chunks;
+    uint32_t chunk = 0;
+    if ((threadIdx.x & 31) == 0) {
+      const uint32_t place = chunks_begun_;
+      unsigned long long* slot = &shared_.claims[place & 1];
+      const unsigned long long before = read_shared(slot);
+      if (Claim::place(before) != place &&
+          atomicCAS(slot, before, Claim::make(place, Claim::kClaiming)) == before) {
+        chunk = gridDim.x + atomicAdd(p_.counters + kTicket, 1);
+        atomicExch(slot, Claim::make(place, chunk));
+      } else {
+        do {
+          chunk = Claim::chunk(read_shared(slot));
+        } while (chunk == Claim::kClaiming);
+      }
+    }
+    return static_cast<int32_t>(__shfl_sync(kAllLanes, chunk, 0));
+  }
+
+  const DecodeParams& p_;
+  SharedMemory<kHeads>& shared_;
+  const Schedule& schedule_;
+  Cursor cursor_;
+  const int32_t unit_slots_;
+  const uint32_t ring_;
+  Tile* const tiles_;
+  int32_t produced_ = 0, chunks_begun_ = 0;
+  bool more_tiles_ = false;  // the cursor stands on a tile
+  bool in_chunk_ = false;    // the chunk's last tile was not enqueued yet
+  bool at_end_ = false;      // no chunk is left
+};
+
+// A streaming warp: all its parts of the block's chunks.
+template <int kHeads>
+__device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                                  const Schedule& schedule, int32_t unit_slots) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int part = warp / kHeads, sub = warp % kHeads;
+  Producer<kHeads> producer(p, shared, schedule, unit_slots);
+  Attention attention;
+  const uint32_t ring = shared_address(shared.ring[warp]);
+  const Tile* tiles = shared.tiles[warp];
+  uint32_t starts_before = 0;
+  int32_t chunks_done = 0;
+  bool owns_slots = false;  // the merging warps are through with the pieces of the chunk before
+  const auto own_slots = [&] {
+    if (owns_slots) return;
+    owns_slots = true;
+    // A flag, not a barrier: warps must not wait for each other here.
+    while (read_shared(&shared.chunks_read) < chunks_done) {
+    }
+    if (sub == 0 && lane < 2) shared.cut_pieces[part][lane].flags = 0;
+    __syncwarp();
+  };
+#pragma unroll 1
+  for (int32_t consumed = 1 - kStages;; ++consumed) {  // the first rounds only fill the ring
+    __syncwarp();  // the stage that the next copies fill was read by all lanes
+    producer.produce(chunks_done);
+    __syncwarp();  // the tile's description is visible
+    if (consumed < 0) continue;
+    if (consumed == producer.produced()) break;
+    const int stage = consumed % kStages;
+    const Tile tile = tiles[stage];
+    if (tile.tokens() != 0) {
+      const UnitHeads heads(tile.unit, kHeads, sub);
+      if (tile.flags & kFirstOfPiece) {
+        attention.start(p, tile.request, heads.head0, heads.heads, heads.kv_head);
+        starts_before = tile.flags & kStartsBefore;
+      }
+      copy_async_wait<kStages - 1>();
+      __syncwarp();  // all lanes' copies of the tile arrived
+      attention.attend(ring + stage * kTileBytes, tile);
+      if (tile.flags & kLastOfPiece) {
+        attention.finish();
+        const uint32_t cut = starts_before | (tile.flags & kEndsAfter);
+        if (cut == 0) {
+          write_whole_piece(p, tile.request, heads, attention);
+        } else {
+          own_slots();
+          const int last = tile.flags & kLastOfChunk ? 1 : 0;
+          attention.store_partial(piece_slot<kHeads>(p, shared, warp, last));
+          if (sub == 0 && lane == 0) {
+            shared.cut_pieces[part][last] = {tile.request, tile.unit, kFirstOfPiece | cut, 0};
+          }
+        }
+      }
+    }
+    if (tile.flags & kLastOfChunk) {
+      own_slots();
+      __syncwarp();
+      barrier_arrive(kPiecesReady, kThreads);
+      ++chunks_done;
+      owns_slots = false;
+    }
+  }
+  copy_async_wait<0>();
+}
+
+}  // namespace evenkv
