@@ -62,7 +62,7 @@ def test_builds_rebuilds_what_does_not_load_and_tells_failures(cache, definition
     assert tvm_ffi.load_module(str(library))["run"](41) == 42
     assert builds.is_built(works) and not builds.is_built(broken)
 
-    # A new file in its place: this process has the old one mapped, and cutting that short is a bus error at exit.
+    # A new file in its place: this process has the old one mapped, and to cut that short crashes it at exit.
     library.unlink()
     library.write_bytes(b"cut off again")
     assert not builds.is_built(works)

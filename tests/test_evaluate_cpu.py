@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from evaluate_fixtures import FLAT, LENGTHS, PAGED, add_solution, make_repository, tree
+from pack_fixtures import make_folder, manifest
 from typer.testing import CliRunner
 
 from evenkv.cli.main import app
+from evenkv.errors import EvenkvError
 from evenkv.evaluate import cpu
 from evenkv.evaluate.load import load_package, select_cases
-from evenkv.spec.family import parse_name
+from evenkv.evaluate.table import compile_table
+from evenkv.library import toolchain
+from evenkv.pack.compile import ARCHS, CompileResult
+from evenkv.pack.manifest import load_kernel
+from evenkv.spec.family import SEED_DEFINITION, DecodeSpec, parse_name
 from evenkv.spec.generate import render_reference
 
 RIGHT = """
@@ -97,3 +104,65 @@ def test_order_and_what_is_left_out(repository, monkeypatch):
     left = cpu.plan_jobs(cases, lengths, "triton", report)
     assert [job.case.workload.uuid for job in left] == ["short", "other"]
     assert report.left_out[0][0].startswith("1 workloads")
+
+
+def test_cuda_compilations_take_kinds_in_turn_and_the_next_run_goes_on(monkeypatch, tmp_path):
+    fields = manifest(
+        name="every",
+        language="cuda",
+        sources=["*.cu", "*.cpp"],
+        supports={},
+        config_templates={"shape.h": "shape.h.j2"},
+    )
+    shape = "constexpr int kHeads = {{ spec.num_qo_heads }}, kDim = {{ spec.head_dim }};\n"
+    files = {"kernel.cu": '#include "shape.h"\n', "binding.cpp": "// nothing\n", "shape.h.j2": shape}
+    kernel = load_kernel(make_folder(tmp_path, fields, files))
+    specs = [DecodeSpec(8, 1, 128, 16), DecodeSpec(6, 1, 128, 16), DecodeSpec(16, 2, 64, 16)]
+    specs += [DecodeSpec(6, 1, 128, 64), parse_name(SEED_DEFINITION)]
+    calls: list[tuple[str, str]] = []
+    cache: set[tuple[str, str]] = set()
+
+    def nvcc(kernels, specs, archs, jobs):
+        (spec,), (arch,) = specs, archs
+        key = (spec.short_name, arch)
+        calls.append(key)
+        cached = key in cache
+        cache.add(key)
+        if not cached:
+            time.sleep(0.05)
+        return [CompileResult("every", "kernel.cu", (spec.name,), arch, True, (), 0.05, "", cached)]
+
+    monkeypatch.setattr(cpu, "compile_check", nvcc)
+    monkeypatch.setattr(cpu, "_COMPILERS", 1)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: tmp_path)
+
+    def compile_for(seconds: float) -> cpu.CpuReport:
+        report = cpu.CpuReport()
+        cpu._compile([kernel], specs, time.monotonic() + seconds, report, lambda what: None)
+        return report
+
+    first = compile_for(0.3)
+    count = len(first.compiled)
+    assert first.compilations == 12 and 1 <= count <= 5 and len(calls) == count
+    ((what, why),) = first.left_out
+    assert what == f"{12 - count} of 12 CUDA compilations" and "next run goes on" in why
+    assert (
+        f"{count} of 12" in compile_table(first).title and f"{12 - count} did" in compile_table(first).caption
+    )
+
+    second = compile_for(60.0)
+    assert len(second.compiled) == 12 and second.left_out == [] and compile_table(second).caption is None
+    assert [result.cached for result in second.compiled] == [True] * count + [False] * (12 - count)
+    # The seed definition first, then another head_dim, then the other heads; every target of each.
+    order = ["h5_kv1_d128_ps1", "h16_kv2_d64_ps16", "h8_kv1_d128_ps16", "h6_kv1_d128_ps16"]
+    assert [(r.specs[0], r.arch) for r in second.compiled] == [
+        (f"gqa_paged_decode_{name}", arch) for name in order for arch in ARCHS
+    ]
+    assert len(second.compiled[-1].specs) == 2
+
+    def missing():
+        raise EvenkvError("No nvcc here.", "Get one.")
+
+    monkeypatch.setattr(toolchain, "find_nvcc", missing)
+    without = compile_for(60.0)
+    assert without.compiled == [] and without.left_out == [("12 CUDA compilations", "No nvcc here. Get one.")]

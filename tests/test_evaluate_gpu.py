@@ -146,6 +146,20 @@ def test_the_time_budget_stops_between_workloads(repository):
     assert report.left == 3 and runner.ran == [] and report.ok
 
 
+def test_workloads_whose_solutions_were_not_built_in_time_are_left_for_the_next_run(repository):
+    cases = chosen(repository, "evenkv_cuda", "flashinfer_tc")
+    late = "evenkv_cuda_h5_kv1_d128_ps16"
+    runner = FakeGpu()
+    report = evaluate_on_gpu(cases, runner, repository, LIBS, H200, unbuilt=[late])
+    assert report.left == 2 and report.ok
+    assert [workload for workload, _ in runner.ran] == ["other", "other"]
+
+    again = FakeGpu()
+    report = evaluate_on_gpu(cases, again, repository, LIBS, H200, resume=True)
+    assert report.left == 0 and report.reused == 2
+    assert [workload for workload, _ in again.ran] == ["short", "short", "mixed", "mixed"]
+
+
 def test_no_save_writes_nothing(repository):
     report = evaluate_on_gpu(chosen(repository), FakeGpu(), repository, LIBS, H200, save=False)
     assert len(report.traces) == 12 and not repository.traces.exists()
@@ -240,20 +254,22 @@ def test_upstreams_benchmark_runs_one_workload_at_a_time(repository, monkeypatch
     assert FakeWorkers.closed and not repository.traces.exists()
 
 
-def test_run_command_prints_the_table_files_traces_and_fails_on_a_failed_workload(
-    repository, monkeypatch, tmp_path
-):
+@pytest.fixture
+def gpu_command(repository, monkeypatch, tmp_path):
     """The command with a GPU that is not there: upstream's worker processes are the only stand-in."""
-    for path in repository.solutions.rglob("evenkv_cuda*.json"):
-        path.unlink()
     monkeypatch.setattr("flashinfer_bench.bench.benchmark.PersistentRunner", FakeWorkers)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: H200)
     monkeypatch.setattr("evenkv.evaluate.builds.use_keyed_cache", lambda for_gpu: None)
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
     monkeypatch.setenv("EVENKV_ROOT", str(repository.root))
-    command = ["run", "--num-trials", "2", "--solutions", "flashinfer_tc"]
+    return ["run", "--num-trials", "2", "--solutions"]
 
+
+def test_run_command_prints_the_table_files_traces_and_fails_on_a_failed_workload(repository, gpu_command):
+    for path in repository.solutions.rglob("evenkv_cuda*.json"):
+        path.unlink()
+    command = [*gpu_command, "flashinfer_tc"]
     result = CliRunner().invoke(app, [*command, "--definitions", FLAT, "--json"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -266,3 +282,14 @@ def test_run_command_prints_the_table_files_traces_and_fails_on_a_failed_workloa
     assert "Not evaluated: mixed" in result.stderr and "No CUDA devices left" in result.stderr
     assert "short" in result.stdout and "20.0" in result.stdout
     assert [t.workload.uuid for t in lines(repository, "baseline", PAGED)] == ["short"]
+
+
+def test_run_commands_minutes_limit_the_builds_too(repository, gpu_command, monkeypatch, tmp_path):
+    monkeypatch.setattr("evenkv.evaluate.builds.is_compiled", lambda solution: "cuda" in solution.name)
+    result = CliRunner().invoke(app, [*gpu_command, "evenkv_cuda", "--minutes", "0", "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert sorted(document["unbuilt"]) == ["evenkv_cuda_h5_kv1_d128_ps1", "evenkv_cuda_h5_kv1_d128_ps16"]
+    assert document["build_failures"] == {} and document["evaluated"] == 0
+    assert document["workloads_left"] == 3
+    assert not (tmp_path / "cache").exists()

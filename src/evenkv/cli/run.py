@@ -17,6 +17,9 @@ from evenkv.paths import Repository, find_repository
 
 Lengths = Mapping[tuple[str, str], Sequence[int]]
 
+# Of the time given with --minutes, what builds may take: the rest is for evaluating what they made.
+_BUILD_SHARE = 0.5
+
 
 def run(
     definitions: Annotated[
@@ -42,6 +45,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Evaluate the package: on a GPU through flashinfer-bench, without one as far as a CPU can."""
+    started = time.monotonic()
     repository = find_repository()
     with progress_bar() as show:
         show("reading the package", 0.0)
@@ -50,7 +54,6 @@ def run(
         lengths = _check_workloads(cases, repository, show)
     import torch
 
-    started = time.monotonic()
     if not torch.cuda.is_available():
         _on_cpu(cases, lengths, repository, None if minutes is None else 60 * minutes, as_json)
         return
@@ -107,6 +110,7 @@ def _on_cpu(
                 "ok": report.ok,
                 "results": [asdict(r) for r in report.results],
                 "compiled": compiled,
+                "compilations": report.compilations,
                 "left_out": [{"what": what, "why": why} for what, why in report.left_out],
                 "traces": [],
             }
@@ -121,7 +125,8 @@ def _on_cpu(
         stdout.print(
             f"{len(report.results)} evaluations: "
             + (", ".join(f"{count} {status}" for status, count in counts.items()) or "none")
-            + f"; {sum(c.ok for c in report.compiled)} of {len(report.compiled)} CUDA compilations ok."
+            + f"; {sum(c.ok for c in report.compiled)} of {len(report.compiled)} CUDA compilations ok, "
+            f"{report.compilations - len(report.compiled)} left."
         )
         for what, why in report.left_out:
             stdout.print(f"Left out: {what}: {why.rstrip('.')}.", soft_wrap=True, markup=False)
@@ -175,7 +180,9 @@ def _on_gpu(
             show(f"built {name}", len(built) / len(pairs))
 
         show("building CUDA solutions", 0.0)
-        build_failures, _ = builds.build_all(list(pairs.values()), on_built)
+        now = time.monotonic()
+        build_end = None if deadline is None else now + _BUILD_SHARE * max(0.0, deadline - now)
+        build_failures, unbuilt = builds.build_all(list(pairs.values()), on_built, deadline=build_end)
         show("starting flashinfer-bench", 0.0)
         runner = BenchmarkRunner(repository, config)
         try:
@@ -188,6 +195,7 @@ def _on_gpu(
                 resume=resume,
                 save=save,
                 deadline=deadline,
+                unbuilt=unbuilt,
                 progress=lambda what, done, total: show(what, done / max(total, 1)),
             )
         except KeyboardInterrupt:
@@ -210,6 +218,7 @@ def _on_gpu(
                 "reused": report.reused,
                 "missing": missing,
                 "build_failures": build_failures,
+                "unbuilt": unbuilt,
                 "not_evaluated": [
                     {"definition": d, "workload": w, "why": why} for d, w, why in report.not_evaluated
                 ],
@@ -229,6 +238,8 @@ def _on_gpu(
                 stderr.print(line, markup=False, soft_wrap=True)
         for definition, workload, why in report.not_evaluated:
             stderr.print(f"Not evaluated: {workload} of {definition}: {why}", markup=False, soft_wrap=True)
+        if unbuilt:
+            stdout.print(f"{len(unbuilt)} solutions were not built: no time left.")
         if report.left:
             stdout.print(f"{report.left} workloads left: the same command with --resume goes on.")
     if not report.ok:

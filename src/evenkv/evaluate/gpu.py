@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -144,6 +144,7 @@ def evaluate_on_gpu(
     resume: bool = False,
     save: bool = True,
     deadline: float | None = None,
+    unbuilt: Collection[str] = (),
     progress: Progress = lambda what, done, total: None,
 ) -> GpuReport:
     """Evaluate every case and file its traces before the next one starts.
@@ -160,6 +161,8 @@ def evaluate_on_gpu(
         Write traces.
     deadline : float, optional
         `time.monotonic()` after which no further workload starts.
+    unbuilt : collection of str
+        Solutions that there was no time to build: workloads that need one are left, as after the deadline.
     """
     report = GpuReport()
     for number, (case, current, waiting) in enumerate(split_current(cases, repository, hardware, resume)):
@@ -168,7 +171,8 @@ def evaluate_on_gpu(
         report.reused += len(current)
         if not waiting:
             continue
-        if deadline is not None and time.monotonic() > deadline:
+        late = deadline is not None and time.monotonic() > deadline
+        if late or any(solution.name in unbuilt for solution in waiting):
             report.left += 1
             continue
         try:

@@ -159,7 +159,12 @@ def compile_table(report: CpuReport) -> Table:
     for result in report.compiled:
         rows.setdefault((result.kernel, result.source, result.specs), {})[result.arch] = result
     targets = list(dict.fromkeys(result.arch for result in report.compiled))
-    table = Table(title="CUDA sources compiled, not run (registers a thread)")
+    left = report.compilations - len(report.compiled)
+    table = Table(
+        title=f"CUDA sources compiled, not run (registers a thread): {len(report.compiled)} of "
+        f"{report.compilations} compilations",
+        caption=f"{left} did not fit into this run's time; the next run goes on with them" if left else None,
+    )
     for name in ("kernel", "source", "geometry", *targets):
         table.add_column(name, overflow="fold")
     for (kernel, source, specs), by_target in rows.items():
