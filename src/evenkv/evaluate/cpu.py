@@ -34,7 +34,7 @@ _COMPILERS = 2
 
 # Shares of the budget after which a stage starts nothing new. What is left at the end goes to evaluations:
 # builds and compilations are cached, so later runs spend nearly everything on those.
-_TRITON_UNTIL, _BUILD_UNTIL, _CPP_UNTIL, _COMPILE_UNTIL, _CPP_AGAIN_UNTIL = 0.15, 0.45, 0.58, 0.86, 0.93
+_TRITON_UNTIL, _BUILD_UNTIL, _CPP_UNTIL, _COMPILE_UNTIL, _CPP_AGAIN_UNTIL = 0.15, 0.5, 0.63, 0.87, 0.93
 
 # Seconds that the C++ solutions get even when builds took longer than planned.
 _CPP_AT_LEAST_S = 5.0
