@@ -69,9 +69,13 @@ def finish_cut_segment(
     group_first = start_chunk + group * FAN
     members = tl.minimum(last_chunk + 1 - group_first, FAN)
     tl.debug_barrier()
-    arrived = tl.atomic_add(counters_ptr + 1 + group_first, 1, sem="acq_rel")
+    # A group of one needs no counter, and must not touch it: the segment that starts in this chunk counts there.
+    arrived = members - 1
+    if members > 1:
+        arrived = tl.atomic_add(counters_ptr + 1 + group_first, 1, sem="acq_rel")
     if arrived == members - 1:
-        tl.store(counters_ptr + 1 + group_first, 0)
+        if members > 1:
+            tl.store(counters_ptr + 1 + group_first, 0)
         all_top, all_total, all_acc = merge_partials(
             acc_ptr, stats_ptr, start_chunk, group_first, members, 1, GROUP, MERGE_ROWS, HEAD_DIM, FAN, UNROLL
         )
