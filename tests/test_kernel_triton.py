@@ -116,9 +116,8 @@ def test_geometry(spec: DecodeSpec, lengths: list[int], workers: int | None) -> 
 
 
 @interpreted
-@interpreted
-def test_a_group_of_one_chunk_leaves_the_next_segment_s_counter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunk 2 ends one request (a group of its own) and starts the next; the last program computes it last."""
+def test_a_group_of_one_chunk_leaves_the_next_counter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunk 2 ends one request (a group of its own), starts the next, and is computed last."""
     monkeypatch.setattr(launch, "FAN", 2)
     spec = replace(BASE, num_qo_heads=1, num_kv_heads=1, page_size=1)
     # Three programs cut 3200 tokens in chunks of 544, then smaller ones: chunk 2 is tokens 1088 to 1631.
@@ -127,6 +126,7 @@ def test_a_group_of_one_chunk_leaves_the_next_segment_s_counter_alone(monkeypatc
     assert faults + check_outputs(spec, output, lse, *reference(problem)) == []
 
 
+@interpreted
 def test_queries_beyond_the_range_of_fp16() -> None:
     spec = DecodeSpec(4, 1, 64, 16, E4M3)
     problem = make_problem(spec, [40], q_scale=1e6, sm_scale=1e-6)

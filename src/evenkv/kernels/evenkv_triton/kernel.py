@@ -69,7 +69,8 @@ def finish_cut_segment(
     group_first = start_chunk + group * FAN
     members = tl.minimum(last_chunk + 1 - group_first, FAN)
     tl.debug_barrier()
-    # A group of one needs no counter, and must not touch it: the segment that starts in this chunk counts there.
+    # A group of one needs no counter and must not touch it: the segment that starts in this chunk counts
+    # there.
     arrived = members - 1
     if members > 1:
         arrived = tl.atomic_add(counters_ptr + 1 + group_first, 1, sem="acq_rel")
