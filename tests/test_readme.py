@@ -315,6 +315,19 @@ def test_gpus_and_timers_are_never_mixed_and_unnamed_timers_left_out(repository)
     assert block.endswith("Left out: 3 traces that name no timer.")
 
 
+def test_traces_of_another_source_are_named(repository):
+    file_traces_of(repository, "evenkv_cuda", FakeGpu())
+    file_traces_of(repository, "flashinfer_tc", FakeGpu())
+    traces = readme.filed_traces(repository)
+    assert "another source" not in readme.render_block(traces, repository)
+    for trace in traces[:2]:
+        trace.evaluation.environment.libs["evenkv_solution"] = "0" * 12
+    kernels = [trace.solution.split("_h5")[0] for trace in traces[:2]]
+    assert kernels == ["flashinfer_tc"] * 2
+    block = readme.render_block(traces, repository)
+    assert block.endswith("to be evaluated again: flashinfer_tc (2 evaluations).")
+
+
 def test_the_command_writes_checks_and_names_missing_markers(repository, monkeypatch):
     monkeypatch.setenv("EVENKV_ROOT", str(repository.root))
     only = typer.Typer()

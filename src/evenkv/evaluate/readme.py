@@ -16,7 +16,7 @@ from flashinfer_bench.data import Definition, EvaluationStatus, Trace
 from evenkv.errors import EvenkvError
 from evenkv.evaluate.load import kernel_name, load_package, read_text
 from evenkv.evaluate.table import BASELINE, OURS, Row, rows_from_traces
-from evenkv.evaluate.traces import load_traces
+from evenkv.evaluate.traces import HASH_KEY, load_traces
 from evenkv.evaluate.validate import request_lengths
 from evenkv.files import write_atomic
 from evenkv.paths import OP_TYPE, Repository, find_repository
@@ -80,6 +80,7 @@ def render_block(traces: Sequence[Trace], repository: Repository) -> str:
             groups.setdefault((environment.hardware, environment.libs["timer"]), []).append(trace)
     lengths = _lengths((trace for group in groups.values() for trace in group), repository)
     parts = [part for group in sorted(groups) for part in _group_parts(group, groups[group], lengths)]
+    parts += _outdated((trace for group in groups.values() for trace in group), repository)
     unnamed = len(traces) - sum(map(len, groups.values()))
     if unnamed:
         parts.append(f"Left out: {unnamed} traces that name no timer.")
@@ -119,6 +120,25 @@ def _group_parts(group: Group, traces: Sequence[Trace], lengths: Lengths) -> Ite
     yield f"**All definitions on {hardware}**: {BASELINE} / {OURS}"
     yield _summary_table(rows, traces)
     yield f"{hardware}; {_versions(traces)}; timer: {timer}; evaluated {_dates(traces)}."
+
+
+def _outdated(traces: Iterable[Trace], repository: Repository) -> Iterator[str]:
+    """A line for evaluations of another source than the solution that is packed now."""
+    counts: dict[str, int] = {}
+    hashes: dict[str, str] = {}
+    for trace in traces:
+        hashes = hashes or {
+            solution.name: solution.hash()
+            for found in load_package(repository).solutions.values()
+            for solution in found
+        }
+        evaluated = trace.evaluation.environment.libs.get(HASH_KEY, "")
+        if not evaluated or not hashes.get(trace.solution, "").startswith(evaluated):
+            kernel = kernel_name(trace.solution, trace.definition)
+            counts[kernel] = counts.get(kernel, 0) + 1
+    if counts:
+        named = ", ".join(f"{kernel} ({count} evaluations)" for kernel, count in sorted(counts.items()))
+        yield f"Evaluated with another source than the one packed now, to be evaluated again: {named}."
 
 
 def _lengths(traces: Iterable[Trace], repository: Repository) -> Lengths:

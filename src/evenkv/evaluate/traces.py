@@ -15,7 +15,8 @@ from evenkv.files import write_atomic
 from evenkv.paths import Repository
 
 _LOG_CHARACTERS = 2000
-_HASH_KEY = "evenkv_solution"
+HASH_KEY = "evenkv_solution"
+"""Where a trace keeps the first 12 digits of its solution's hash."""
 
 Key = tuple[str, str, str]
 """(workload uuid, solution name, hardware): a file has one line for each."""
@@ -57,7 +58,7 @@ def make_trace(
     """The trace as it is filed: upstream's evaluation, with the solution's hash and `libs` in its
     environment, and the last 2000 characters of its log."""
     environment = evaluation.environment.model_copy(
-        update={"libs": {**evaluation.environment.libs, **libs, _HASH_KEY: solution.hash()[:12]}}
+        update={"libs": {**evaluation.environment.libs, **libs, HASH_KEY: solution.hash()[:12]}}
     )
     filed = evaluation.model_copy(
         update={"environment": environment, "log": evaluation.log[-_LOG_CHARACTERS:]}
@@ -71,7 +72,7 @@ def is_current(trace: Trace, workload: Workload, solution: Solution) -> bool:
         trace.solution == solution.name
         and trace.workload == workload
         and trace.evaluation is not None
-        and trace.evaluation.environment.libs.get(_HASH_KEY) == solution.hash()[:12]
+        and trace.evaluation.environment.libs.get(HASH_KEY) == solution.hash()[:12]
     )
 
 
