@@ -1,0 +1,181 @@
+"""Plans a run: what each case will take, how often to time it, in which order, and how to share it out.
+
+Predictions only steer budgets and shares; no number here reaches a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from evenkv.bench import grid
+from evenkv.bench.case import Case, Family
+from evenkv.bench.record import MIN_ITERATIONS
+from evenkv.errors import EvenkvError
+
+DEFAULT_COPY_GBPS = 4250.0
+# Time that a plan without --minutes aims at: the whole protocol in under 25 minutes, the smoke test in one.
+FULL_BUDGET_S = 24 * 60.0
+SMOKE_BUDGET_S = 45.0
+
+# Timed calls of a case, by what the budget allows; the protocol's floor comes last.
+_ITERATIONS = (300, 200, MIN_ITERATIONS)
+# Calls this long scatter by less than a percent: more than the floor would tell nothing new.
+_LONG_US = 1000.0
+
+# On an H200: launch and exit of a kernel, a flush of L2 before a timed call; beside them what a case costs
+# in inputs and checks, an implementation in set-up, and a family in allocation.
+_LAUNCH_US = 12.0
+_FLUSH_US = 80.0
+_CASE_S = 0.08
+_IMPLEMENTATION_S = 0.03
+_FAMILY_S = 4.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a whole run, and the iterations that it was made for."""
+
+    seconds: float
+    iterations: int
+
+
+def roofline_us(case: Case, copy_gbps: float) -> float:
+    """The case's bytes at copy speed, and a launch."""
+    return case.kv_bytes() / copy_gbps * 1e-3 + _LAUNCH_US
+
+
+def slowness(impl: str, case: Case) -> float:
+    """About how many times longer than copy speed an implementation takes, from an H200's measurements."""
+    group = case.num_qo_heads // case.num_kv_heads
+    fp8 = case.kv_dtype.startswith("float8")
+    if impl == "flashinfer-cc":
+        return max(1.0, group * (0.88 if fp8 else 0.33))
+    if impl == "flashinfer-xqa" and group == 1:
+        return 0.0  # It has no such kernel.
+    skew = 1.0
+    if impl in ("flashinfer-tc", "flashinfer-xqa"):
+        # A long request among short ones is cut into too few pieces.
+        lengths = case.request_lengths()
+        skew += 0.1 * (max(lengths) * len(lengths) / max(sum(lengths), 1) - 1.0)
+    plain = {"flashinfer-tc": (1.05, 1.6), "flashinfer-xqa": (1.15, 1.1), "fa3": (1.2, 1.75)}
+    plain |= {"evenkv-cuda": (1.0, 1.05), "evenkv-triton": (1.33, 1.4)}
+    return plain.get(impl, (1.5, 1.5))[fp8] * skew
+
+
+def iterations_for(case: Case, wanted: int, copy_gbps: float) -> int:
+    """Timed calls of a case: as wanted, but the floor for long ones."""
+    return MIN_ITERATIONS if roofline_us(case, copy_gbps) > _LONG_US else max(wanted, MIN_ITERATIONS)
+
+
+def eager_iterations(case: Case, iterations: int, copy_gbps: float) -> int:
+    """Eager calls, whose time is no metric of the protocol: a tenth of the graph replays of long ones."""
+    return max(10, iterations // 10) if roofline_us(case, copy_gbps) > _LONG_US else iterations
+
+
+def case_seconds(case: Case, implementations: Sequence[str], wanted: int, copy_gbps: float) -> float:
+    """Seconds that measuring one case takes, preparation and checks included."""
+    if grid.is_skipped(case) or not implementations:
+        return 0.0
+    base = roofline_us(case, copy_gbps)
+    iterations = iterations_for(case, wanted, copy_gbps)
+    calls = iterations + eager_iterations(case, iterations, copy_gbps)
+    timed = sum(base * slowness(impl, case) + _FLUSH_US for impl in implementations) * calls * 1e-6
+    return timed + _CASE_S + _IMPLEMENTATION_S * len(implementations)
+
+
+def total_seconds(
+    cases: Sequence[Case], implementations: Sequence[str], wanted: int, copy_gbps: float
+) -> float:
+    """Seconds that a run of the cases in their order takes."""
+    measured = [case for case in cases if not grid.is_skipped(case)]
+    families = sum(1 for _ in by_family(measured))
+    return _FAMILY_S * families + sum(
+        case_seconds(case, implementations, wanted, copy_gbps) for case in measured
+    )
+
+
+def estimate(
+    cases: Sequence[Case], implementations: Sequence[str], budget_s: float, copy_gbps: float
+) -> Estimate:
+    """The most iterations that fit the budget, the floor where none do, and the seconds they take."""
+    for wanted in _ITERATIONS:
+        seconds = total_seconds(cases, implementations, wanted, copy_gbps)
+        if seconds <= budget_s or wanted == _ITERATIONS[-1]:
+            return Estimate(seconds, wanted)
+    raise AssertionError("unreachable: the floor always answers")
+
+
+def order(cases: Sequence[Case], in_rounds: bool) -> list[Case]:
+    """Families together, the telling ones first.
+
+    `in_rounds` is for runs that will not end in time: every family's most informative cases come before any
+    family's others, at the price of allocating its caches up to three times.
+    """
+    first, second = set(grid.smoke()), set(grid.regimes())
+
+    def rank(case: Case) -> int:
+        return 0 if case in first else 1 if case in second else 2
+
+    def key(case: Case) -> tuple:
+        within = (*_family_rank(case.family), rank(case), case.kv_bytes(), case.name)
+        return (rank(case), *within) if in_rounds else within
+
+    return sorted(cases, key=key)
+
+
+def by_family(cases: Sequence[Case]) -> itertools.groupby:
+    """(family, its cases) of neighbours in the list."""
+    return itertools.groupby(cases, key=lambda case: case.family)
+
+
+def shard(cases: Sequence[Case], index: int, count: int, cost: Callable[[Case], float]) -> list[Case]:
+    """Part `index` of `count` (from 1) of an ordered list: neighbours, all parts of about equal cost.
+
+    Neighbours share a family, so that few families are allocated on more than one GPU. Every case is in
+    exactly one part.
+
+    Raises
+    ------
+    EvenkvError
+        When `index` is not within 1 and `count`.
+    """
+    if not 1 <= index <= count:
+        raise EvenkvError(f"--shard: wanted i/n with 1 <= i <= n, got {index}/{count}.", "For example 1/2.")
+    costs = [cost(case) for case in cases]
+    if not any(costs):
+        costs = [1.0] * len(costs)
+    total, before = sum(costs), 0.0
+    chosen = []
+    for case, own in zip(cases, costs, strict=True):
+        middle = (before + own / 2) / total
+        if min(int(middle * count), count - 1) == index - 1:
+            chosen.append(case)
+        before += own
+    return chosen
+
+
+def groups(cases: Sequence[Case], cost: Callable[[Case], float], group_s: float) -> list[list[Case]]:
+    """The ordered list cut into tasks: never across families, and none much longer than `group_s` seconds
+    unless a single case is."""
+    found: list[list[Case]] = []
+    for _, members in by_family(cases):
+        current: list[Case] = []
+        seconds = 0.0
+        for case in members:
+            own = cost(case)
+            if current and seconds + own > group_s:
+                found.append(current)
+                current, seconds = [], 0.0
+            current.append(case)
+            seconds += own
+        found.append(current)
+    return found
+
+
+def _family_rank(family: Family) -> tuple:
+    heads = (family.num_qo_heads, family.num_kv_heads)
+    known = ((32, 8), (5, 1), (32, 4), (32, 32))
+    place = known.index(heads) if heads in known else len(known)
+    return (family.page_size == 64, place, family.kv_dtype, *family)
