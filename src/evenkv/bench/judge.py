@@ -1,4 +1,4 @@
-"""Turns what a device reports into rows: no number may be better than physics allows, or too shaky to tell."""
+"""Turns what a device reports into rows: no number may be better than physics, or too shaky to tell."""
 
 from __future__ import annotations
 

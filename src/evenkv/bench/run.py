@@ -98,7 +98,8 @@ def run_bench(
     Raises
     ------
     EvenkvError
-        When the self-test finds faults (exit code 1), an implementation is unknown, or `path` has another schema.
+        When the self-test finds faults (exit code 1), an implementation is unknown, or `path` has
+        another schema.
     DeviceLost
         When the device is gone; finished rows are in `path`.
     """
@@ -169,9 +170,8 @@ class _Run:
             outcome = outcomes.get(name)
             if outcome is None and name in missing:
                 outcome = missing_outcome(missing[name])
-            rows.append(
-                self._judge.row(case, name, outcome or Outcome("refused", "the device gave no answer"))
-            )
+            outcome = outcome or Outcome("refused", "the device gave no answer")
+            rows.append(self._judge.row(case, name, outcome))
         append_rows(self._path, rows)
         self._report.rows += rows
 
@@ -198,11 +198,10 @@ class _Run:
                     if able and not begun:
                         begun = True
                         if fault := self._begin(able):
-                            outcomes = {name: Outcome("refused", fault) for name in self._able(case)}
-                            for failed in family:
-                                self.file(failed, outcomes if failed == case else self._all(failed, fault))
-                            done += len(family)
                             begun = False
+                            for failed in family:
+                                self.file(failed, self._refusals(failed, fault))
+                            done += len(family)
                             break
                     self.file(case, self._measure(case, wanted))
                     done += 1
@@ -212,7 +211,7 @@ class _Run:
                 if begun:
                     self._device.end_family()
 
-    def _all(self, case: Case, reason: str) -> dict[str, Outcome]:
+    def _refusals(self, case: Case, reason: str) -> dict[str, Outcome]:
         return {name: Outcome("refused", reason) for name in self._able(case)}
 
     def _begin(self, cases: Sequence[Case]) -> str | None:

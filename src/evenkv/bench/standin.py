@@ -1,7 +1,7 @@
 """A device that measures nothing: times from a roofline model with noise, the same in every run.
 
-For tests of everything around the measurement, and for trying the command without a GPU. Its rows say that they
-are of a GPU named "standin", which no table or plot shows.
+For tests of everything around the measurement, and for trying the command without a GPU. Its rows say that
+they are of a GPU named "standin", which no table or plot of the docs shows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GPU = "standin"
 _DATASHEET_GBPS = 4800.0
 _COPY_GBPS = 4250.0
 _LAUNCH_US = 4.0
-# q.tail of every kernel: what start and end of one cost beside its bytes.
+# What the start and the end of a kernel cost beside its bytes.
 _TAIL_US = 3.0
 
 
