@@ -1,0 +1,184 @@
+"""Right first: a sample of requests against an fp32 reference, limits from the baseline's own error.
+
+The owner of the caches computes the reference on the device; each implementation's process hands over the rows
+that were drawn; the parent, which runs no kernel, judges. Nobody who is judged knows the sample beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenkv.bench.case import Case
+from evenkv.bench.device.inputs import Tensors
+from evenkv.numerics.error import measure
+from evenkv.numerics.tolerance import Tolerance, tolerance
+
+LOG2_E = math.log2(math.e)
+
+_MOST_ROWS = 64
+_TOKEN_HEADS = 8 << 20  # tokens x KV heads that a case's sample may hold: 8 GiB of fp32 at head_dim 128
+_CHUNK_ELEMENTS = 64 << 20  # of one gathered fp32 piece: 256 MB
+
+# e4m3 keeps 3 bits of mantissa: roundings of relative rms 2^-5.2. Queries rounded so shift logits by as much
+# times |k| scales up to 2, probabilities add their own. A mean or zero "kernel" is off by 0.7 or more.
+QUANTISED_QUERY = Tolerance(output=0.15, lse=0.25)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a kernel wrote for the sampled requests: float32 `[rows, num_qo_heads(, head_dim)]`.
+
+    `lse` is None where the implementation gives none. `all_written`: every element of the whole output is
+    finite, so nothing of the poison is left.
+    """
+
+    output: np.ndarray
+    lse: np.ndarray | None
+    all_written: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Errors on the sample, and the faults: none means right."""
+
+    max_abs_err: float
+    rel_err: float
+    faults: tuple[str, ...]
+
+
+def sample_requests(lengths: Sequence[int], num_kv_heads: int, rng: random.Random) -> list[int]:
+    """Requests to check: all when they are few and short, else the ends, the extremes and a random draw.
+
+    The draw comes from `rng`; the longest, the shortest, the first and the last are always in.
+    """
+    order = range(len(lengths))
+    chosen = {0, len(lengths) - 1, max(order, key=lengths.__getitem__), min(order, key=lengths.__getitem__)}
+    budget = _TOKEN_HEADS // num_kv_heads - sum(lengths[request] for request in chosen)
+    rest = [request for request in order if request not in chosen]
+    rng.shuffle(rest)
+    for request in rest:
+        if len(chosen) >= _MOST_ROWS:
+            break
+        if lengths[request] <= budget:
+            chosen.add(request)
+            budget -= lengths[request]
+    return sorted(chosen)
+
+
+@torch.no_grad()
+def reference_rows(
+    case: Case, tensors: Tensors, requests: Sequence[int]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Attention of the sampled requests in fp32, for every variant of the queries.
+
+    Returns
+    -------
+    outputs : per variant, float32 `[requests, num_qo_heads, head_dim]`
+    lses : per variant, float32 `[requests, num_qo_heads]`, base 2
+
+    Notes
+    -----
+    Gathers in pieces: a request of any length takes about 0.5 GB. fp32 products need TF32 to be off.
+    """
+    heads, dim = case.num_kv_heads, case.head_dim
+    group = case.num_qo_heads // heads
+    variants = len(tensors.queries)
+    starts = tensors.kv_indptr_host.tolist()
+    lengths = case.request_lengths()
+    device = tensors.q.device
+    outputs = torch.zeros(variants, len(requests), case.num_qo_heads, dim, device=device)
+    lses = torch.full((variants, len(requests), case.num_qo_heads), -math.inf, device=device)
+    step = max(1, _CHUNK_ELEMENTS // (heads * dim * case.page_size))  # pages
+    for row, request in enumerate(requests):
+        length = lengths[request]
+        if length == 0:
+            continue
+        pages = tensors.kv_indices[starts[request] : starts[request + 1]].long()
+        # [heads, variants * group, dim]: one pass over K and V serves all variants.
+        q = torch.stack([variant[request] for variant in tensors.queries]).float()
+        q = q.view(variants, heads, group, dim).transpose(0, 1).reshape(heads, variants * group, dim)
+        pieces = [pages[begin : begin + step] for begin in range(0, len(pages), step)]
+        logits = torch.cat([torch.bmm(q, _gather(tensors.k_cache, piece)) for piece in pieces], dim=-1)
+        logits = logits[..., :length] * tensors.sm_scale
+        if tensors.k_scale is not None:
+            logits = logits * tensors.k_scale[:, None, None]
+        lse = torch.logsumexp(logits, -1)
+        weights = torch.exp(logits - lse[..., None])
+        attended = torch.zeros_like(q)
+        for number, piece in enumerate(pieces):
+            begin = number * step * case.page_size
+            part = weights[..., begin : begin + step * case.page_size]
+            values = _gather(tensors.v_cache, piece)[..., : part.shape[-1]]
+            attended += torch.bmm(part, values.transpose(1, 2))
+        if tensors.v_scale is not None:
+            attended = attended * tensors.v_scale[:, None, None]
+        by_variant = attended.view(heads, variants, group, dim).transpose(0, 1)
+        outputs[:, row] = by_variant.reshape(variants, case.num_qo_heads, dim)
+        lses[:, row] = (lse * LOG2_E).view(heads, variants, group).transpose(0, 1).reshape(variants, -1)
+    return list(outputs.cpu().numpy()), list(lses.cpu().numpy())
+
+
+def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """float32 `[num_kv_heads, head_dim, tokens]` of the pages, in order."""
+    if cache.dtype.itemsize == 1:  # indexing of fp8 tensors is not implemented everywhere
+        gathered = cache.view(torch.uint8)[pages].view(cache.dtype)
+    else:
+        gathered = cache[pages]
+    return gathered.flatten(0, 1).float().permute(1, 2, 0)
+
+
+def judge(
+    case: Case,
+    rows: Rows,
+    output: np.ndarray,
+    lse: np.ndarray,
+    *,
+    quantises_query: bool = False,
+    baseline_max_abs_err: float | None = None,
+) -> Verdict:
+    """Compare the sampled rows with the reference's.
+
+    Parameters
+    ----------
+    output, lse : reference of the same requests and queries
+    quantises_query : bool
+        The implementation says that it rounds q to fp8: another arithmetic, another limit.
+    baseline_max_abs_err : float, optional
+        The baseline's own largest error on the same sample: twice that is a further limit.
+    """
+    reference, reference_lse = torch.from_numpy(output), torch.from_numpy(lse)
+    got = torch.from_numpy(rows.output)
+    got_lse = reference_lse if rows.lse is None else torch.from_numpy(rows.lse)
+    report = measure(got, got_lse, reference, reference_lse)
+    limit = QUANTISED_QUERY if quantises_query else tolerance(case.kv_dtype)
+    faults = []
+    if not rows.all_written:
+        faults.append("output or lse is not finite, or was not written, somewhere")
+    # Relative to each request's own norm: outputs shrink as 1 / sqrt(length), and a fixed bound passes zeros.
+    if not report.max_request_rel_err <= limit.output:
+        faults.append(f"output is off by {report.max_request_rel_err:.3g} of its norm, limit {limit.output:.3g}")
+    if not report.lse_err <= limit.lse:
+        faults.append(f"lse is off by {report.lse_err:.3g}, limit {limit.lse:.3g}")
+    if baseline_max_abs_err is not None and not report.max_abs_err <= 2 * baseline_max_abs_err:
+        faults.append(
+            f"max abs error {report.max_abs_err:.3g} is over twice the baseline's {baseline_max_abs_err:.3g}"
+        )
+    return Verdict(report.max_abs_err, report.rel_err, tuple(faults))
+
+
+def take_rows(output: torch.Tensor, lse: torch.Tensor | None, requests: Sequence[int]) -> Rows:
+    """The sampled rows, copied to the host. An lse of -inf (an empty request) counts as written."""
+    index = torch.tensor(list(requests), device=output.device)
+    written = bool(output.isfinite().all())
+    lse_rows: Any = None
+    if lse is not None:
+        written &= not bool((lse.isnan() | (lse == math.inf)).any())
+        lse_rows = lse[index].float().cpu().numpy()
+    return Rows(output[index].float().cpu().numpy(), lse_rows, written)

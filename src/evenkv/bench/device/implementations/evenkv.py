@@ -1,0 +1,53 @@
+"""Our kernels, built by the library from the same sources that are packed: one launch, no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+from evenkv.bench.case import Case
+from evenkv.bench.device.implementations.base import Implementation, Prepared, bf16_outputs
+from evenkv.bench.device.inputs import Tensors
+from evenkv.errors import EvenkvError
+from evenkv.library.build import build_kernel
+from evenkv.library.toolchain import find_cxx, find_nvcc, require_ninja
+from evenkv.pack.manifest import find_kernel
+from evenkv.paths import Repository
+
+
+class EvenkvKernel(Implementation):
+    """`evenkv-cuda` or `evenkv-triton`: the folder `evenkv/kernels/evenkv_cuda` or `..._triton`."""
+
+    @property
+    def _kernel(self) -> str:
+        return self.name.replace("-", "_")
+
+    def missing(self) -> str | None:
+        try:
+            if find_kernel(Repository(Path()), self._kernel).language == "cuda":
+                find_nvcc()
+                find_cxx()
+                require_ninja()
+            else:
+                import triton  # noqa: F401
+        except (EvenkvError, ImportError) as error:
+            return str(error)
+        return None
+
+    def build_key(self, case: Case) -> Hashable:
+        return case.spec().short_name if self.name == "evenkv-cuda" else None
+
+    def prepare(self, case: Case, tensors: Tensors, setting: str) -> Prepared:
+        return _PreparedKernel(build_kernel(self._kernel, case.spec()), case, tensors)
+
+
+class _PreparedKernel(Prepared):
+    def __init__(self, function: Callable[..., None], case: Case, tensors: Tensors) -> None:
+        self._function = function
+        self.returned = bf16_outputs(case, tensors.q.device)
+        inputs: list[Any] = [getattr(tensors, name) for name in case.spec().input_names]
+        self._arguments = (*inputs, *self.returned)
+
+    def call(self) -> None:
+        self._function(*self._arguments)

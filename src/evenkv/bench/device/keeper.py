@@ -1,0 +1,149 @@
+"""The process that owns the inputs: cache pools, the fp32 reference, the copies, the probes of the self-test.
+
+Implementations never run here, so nothing that they do can poison it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenkv.bench.case import Case
+from evenkv.bench.device.copies import MATCHED_BUFFER_BYTES, copy_call, gbps, peak_bytes
+from evenkv.bench.device.correctness import reference_rows
+from evenkv.bench.device.inputs import build_tensors, make_pool, share
+from evenkv.bench.device.timing import CudaMachine
+
+# Left free for the other processes: workspaces, block tables, outputs of every implementation.
+RESERVE_BYTES = 6 << 30
+
+_PEAK_REPEATS = 20
+
+
+class Keeper:
+    """Commands of the owner's process.
+
+    Parameters
+    ----------
+    index : int
+    timer : "cupti" or "events"
+    machine : optional
+        Stands in for the GPU.
+    """
+
+    def __init__(self, index: int, timer: str, machine: Any = None) -> None:
+        self._machine = machine or CudaMachine(index, timer)
+        self._pools: list[torch.Tensor] = []
+        self._buffer: torch.Tensor | None = None
+        self._baseline = self._machine.free_bytes()
+
+    def classify(self, error: Exception) -> tuple[str, bool]:
+        return self._machine.classify(error)
+
+    def facts(self) -> dict[str, Any]:
+        """Name, identity and versions of the GPU."""
+        properties = torch.cuda.get_device_properties(self._machine.device)
+        return {
+            "gpu": properties.name,
+            "uuid": f"GPU-{properties.uuid}",
+            "cuda": torch.version.cuda,
+            "torch": torch.__version__,
+            "l2_bytes": properties.L2_cache_size,
+        }
+
+    def free_bytes(self) -> int:
+        return self._machine.free_bytes()
+
+    def allocate(self, pool_bytes: int, copy_bytes: int, kv_dtype: str, seed: int) -> int:
+        """Make the K and V pools and the buffer of the matched copies.
+
+        Returns
+        -------
+        int
+            Bytes of each pool: `pool_bytes`, or what the memory leaves.
+        """
+        self.free()
+        buffer_bytes = max(1, min(copy_bytes, MATCHED_BUFFER_BYTES))
+        room = self._machine.free_bytes() - RESERVE_BYTES - buffer_bytes
+        size = max(0, min(pool_bytes, room // 2)) // 16 * 16
+        device = self._machine.device
+        self._pools = [make_pool(size, kv_dtype, device, seed + half) for half in range(2)]
+        self._buffer = torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
+        self._machine.synchronize()
+        return size
+
+    def share(self) -> tuple[bytes, bytes]:
+        """The pools, for one other process."""
+        return share(self._pools[0]), share(self._pools[1])
+
+    def free(self) -> int:
+        """Drop the pools.
+
+        Returns
+        -------
+        int
+            Bytes that are still not free, compared with this process's start.
+        """
+        self._pools, self._buffer = [], None
+        self._machine.collect()
+        return max(0, self._baseline - self._machine.free_bytes())
+
+    def reference(
+        self, case: Case, seed: int, requests: Sequence[int]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """`correctness.reference_rows` of the case."""
+        return reference_rows(case, build_tensors(case, *self._pools, seed), requests)
+
+    def copy_peak(self) -> float:
+        """1e9 bytes a second, read and write counted, median of repeats."""
+        size = peak_bytes(self._machine.free_bytes())
+        source, target = (
+            torch.zeros(size, dtype=torch.uint8, device=self._machine.device) for _ in range(2)
+        )
+        call = copy_call(source, target, size)
+        times = self._times(call, _PEAK_REPEATS, cold=True)
+        del call, source, target
+        self._machine.collect()
+        return gbps(size, statistics.median(times))
+
+    def matched_copy(self, kv_bytes: int, count: int, cold: bool) -> list[float]:
+        """Microseconds of copies that move `kv_bytes`: half read, half written."""
+        assert self._buffer is not None
+        call = copy_call(self._pools[0], self._buffer, max(1, kv_bytes // 2))
+        return self._times(call, count, cold)
+
+    def probe_empty(self, count: int) -> list[float]:
+        """A kernel that does next to nothing, with the flush on."""
+        value = torch.zeros(1, device=self._machine.device)
+        return self._times(value.zero_, count, cold=True)
+
+    def probe_read(self, num_bytes: int, count: int, cold: bool) -> list[float]:
+        """A kernel that reads `num_bytes`."""
+        data = torch.zeros(1024, num_bytes // 4096, dtype=torch.float32, device=self._machine.device)
+        sink = torch.empty(1024, dtype=torch.float32, device=self._machine.device)
+        return self._times(lambda: torch.amax(data, dim=1, out=sink), count, cold)
+
+    def probe_walls(self, num_bytes: int, count: int) -> tuple[float, float, float]:
+        """One copy of `num_bytes` each way by the timer, by events and by the host's clock (device idle to idle)."""
+        from evenkv.bench.device.timing import EventTimer
+
+        buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=self._machine.device) for _ in range(2)]
+        call = copy_call(*buffers, num_bytes)
+        before = [self._machine.flush] * count
+        ours = self._times(call, count, cold=True)
+        events = EventTimer().times(call, before, _nothing)
+        walls = self._machine.wall_times(call, before)
+        return statistics.median(ours), statistics.median(events), min(walls)
+
+    def _times(self, call: Any, count: int, cold: bool) -> list[float]:
+        call()
+        before = [self._machine.flush if cold else _nothing] * count
+        return self._machine.timer.times(call, before, _nothing)
+
+
+def _nothing(*_: Any) -> None:
+    pass

@@ -1,0 +1,256 @@
+"""Times of calls on the device: CUPTI's activity records, or CUDA events where they were asked for.
+
+CUPTI counts from the first start to the last end of all that a call launches, on every stream. Events count
+launch gaps too, and only their own stream. The timer's name goes into every row; nothing falls from one to the other
+on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from evenkv.bench.device.spans import Record, spans
+from evenkv.errors import EvenkvError
+
+Call = Callable[[], None]
+
+# Four times the L2: its replacement is no strict LRU, and two halves keep copies of each other's lines.
+_FLUSH_FACTOR = 4
+_FLUSH_ROWS = 1024  # one result a row: 4 KB written, and enough blocks to read at full speed
+
+
+class Flush:
+    """Makes L2 cold by READING a buffer several times its size.
+
+    Writing one would leave dirty lines, and their write-back slows the measured kernel by 10 to 20 us.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        columns = -(-_FLUSH_FACTOR * l2 // (4 * _FLUSH_ROWS))
+        self._buffer = torch.zeros(_FLUSH_ROWS, columns, dtype=torch.float32, device=device)
+        self._sink = torch.empty(_FLUSH_ROWS, dtype=torch.float32, device=device)
+
+    def __call__(self) -> None:
+        torch.amax(self._buffer, dim=1, out=self._sink)
+
+
+class Timer(Protocol):
+    """`name` is the row's; `times` gives microseconds of each call."""
+
+    name: str
+
+    def times(self, call: Call, before: Sequence[Call], after: Callable[[int], None]) -> list[float]:
+        """Time `len(before)` calls: `before[i]()`, the call, `after(i)`; only the call is counted."""
+        ...
+
+
+class EventTimer:
+    """CUDA events around each call, on the current stream."""
+
+    name = "events"
+
+    def times(self, call: Call, before: Sequence[Call], after: Callable[[int], None]) -> list[float]:
+        pairs = []
+        for number, prepare in enumerate(before):
+            prepare()
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            call()
+            pair[1].record()
+            pairs.append(pair)
+            after(number)
+        torch.cuda.synchronize()
+        return [1e3 * begin.elapsed_time(end) for begin, end in pairs]
+
+
+class CuptiTimer:
+    """Spans of activity records.
+
+    Parameters
+    ----------
+    cupti : module, optional
+        Stands in for `cupti.cupti`.
+
+    Raises
+    ------
+    EvenkvError
+        When cupti-python 13 or later is missing, or does not work with this driver.
+    """
+
+    name = "cupti"
+
+    def __init__(self, cupti: Any = None, marker: Call | None = None, wait: Call | None = None) -> None:
+        self._cupti = cupti if cupti is not None else _import_cupti()
+        self._marker = marker or (lambda: torch.cuda._sleep(1))
+        self._wait = wait or torch.cuda.synchronize
+        self._records: list[Record] = []
+        kinds = self._cupti.ActivityKind
+        self._kinds = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
+        try:
+            self._cupti.activity_register_callbacks(_buffer_requested, self._buffer_completed)
+        except Exception as error:
+            raise EvenkvError(
+                f"CUPTI does not work here: {type(error).__name__}: {error}.",
+                "Stop other profilers, or time with events (--timer events), which is another timer.",
+            ) from error
+
+    def times(self, call: Call, before: Sequence[Call], after: Callable[[int], None]) -> list[float]:
+        self._wait()
+        self._records.clear()
+        for kind in self._kinds:
+            self._cupti.activity_enable(kind)
+        try:
+            for number, prepare in enumerate(before):
+                prepare()
+                self._marker()
+                call()
+                self._marker()
+                after(number)
+            self._wait()
+            self._cupti.activity_flush_all(1)
+        finally:
+            for kind in self._kinds:
+                self._cupti.activity_disable(kind)
+        return spans(self._records, len(before))
+
+    def _buffer_completed(self, activities: list[Any]) -> None:
+        # Runs in CUPTI's hands: the activities die with this call, and an exception would be lost.
+        kernel = self._kinds[0]
+        for activity in activities:
+            if activity.kind in self._kinds:
+                name = activity.name if activity.kind == kernel else "copy or memset"
+                self._records.append(Record(name, activity.start, activity.end, activity.stream_id))
+
+
+def _buffer_requested() -> tuple[int, int]:
+    return 8 << 20, 0  # bytes of a buffer, and no limit on its records
+
+
+def _import_cupti() -> Any:
+    remedy = "`pip install cupti-python` (13 or later), or time with events (--timer events), another timer."
+    try:
+        version = importlib.metadata.version("cupti-python")
+        from cupti import cupti
+    except (ImportError, OSError) as error:
+        raise EvenkvError(f"CUPTI's Python module is missing: {error}.", remedy) from error
+    if int(version.split(".")[0]) < 13:
+        raise EvenkvError(f"cupti-python is {version}: wanted 13 or later.", remedy)
+    return cupti
+
+
+def make_timer(name: str) -> Timer:
+    """The timer of that name, "cupti" or "events"."""
+    return CuptiTimer() if name == "cupti" else EventTimer()
+
+
+def host_times(call: Call, before: Sequence[Call]) -> list[float]:
+    """Microseconds of CPU time that each call takes to return; the device's queue is empty before each."""
+    times = []
+    for prepare in before:
+        prepare()
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    torch.cuda.synchronize()
+    return times
+
+
+def wall_times(call: Call, before: Sequence[Call]) -> list[float]:
+    """Microseconds from the launch until the WHOLE device has nothing left to do: no stream can hide from it."""
+    times = []
+    for prepare in before:
+        prepare()
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    return times
+
+
+def capture(call: Call) -> torch.cuda.CUDAGraph:
+    """The call as a CUDA graph, captured on a side stream after three calls there.
+
+    Raises
+    ------
+    Exception
+        Whatever the call raises when it cannot be captured.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    # Not `with torch.cuda.graph(...)`: it collects garbage and empties the allocator's cache at every capture.
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        try:
+            call()
+        except Exception:
+            with contextlib.suppress(RuntimeError):  # the capture is invalid already: the first error says why
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.synchronize()
+    return graph
+
+
+class CudaMachine:
+    """One GPU as its processes see it: the only place where measuring touches CUDA.
+
+    Parameters
+    ----------
+    index : int
+        The device, as torch counts.
+    timer : "cupti" or "events"
+    """
+
+    def __init__(self, index: int, timer: str) -> None:
+        torch.cuda.set_device(index)
+        torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32
+        self.device = torch.device("cuda", index)
+        self.timer = make_timer(timer)
+        self.flush: Call = Flush(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def capture(self, call: Call) -> Call:
+        """A function that replays the captured call."""
+        return capture(call).replay
+
+    def host_times(self, call: Call, before: Sequence[Call]) -> list[float]:
+        return host_times(call, before)
+
+    def wall_times(self, call: Call, before: Sequence[Call]) -> list[float]:
+        return wall_times(call, before)
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    def collect(self) -> None:
+        """Give back to the driver all that nobody uses."""
+        gc.collect()
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+    def classify(self, error: Exception) -> tuple[str, bool]:
+        """The row's status for an error, and whether this CUDA context is poisoned."""
+        try:
+            torch.cuda.synchronize()
+        except Exception:
+            return "refused", True
+        if isinstance(error, torch.OutOfMemoryError):
+            self.collect()
+            return "oom", False
+        return "refused", False
