@@ -43,14 +43,23 @@ class RunReport:
     left: list[Case] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def failed(self) -> list[Row]:
-        """New rows that say one of our own kernels is wrong or did not get through."""
-        return [
-            row
-            for row in self.rows
-            if row.impl in OURS and row.status in ("wrong", "oom", "refused") and row.impl not in self.missing
-        ]
+
+def failures(rows: Iterable[Row]) -> list[Row]:
+    """Rows that say one of our own kernels is wrong or did not get through; a small card is no failure."""
+    return [
+        row
+        for row in rows
+        if row.impl in OURS and (row.status == "wrong" or (row.status == "refused" and not _was_missing(row)))
+    ]
+
+
+def settled_cases(rows: Iterable[Row], implementations: Sequence[str], provenance: Provenance) -> set[Case]:
+    """Cases that have a row of these sources for every implementation, on whatever GPU."""
+    found: dict[Case, set[str]] = {}
+    for row in latest(rows):
+        if row.source_hash == provenance.hash_of(row.impl) and not _was_missing(row):
+            found.setdefault(row.the_case(), set()).add(row.impl)
+    return {case for case, names in found.items() if names >= set(implementations)}
 
 
 def _silent(what: str, share: float) -> None:
@@ -207,6 +216,9 @@ class _Run:
                     done += 1
                     predicted += own
                     spent += clock() - now
+            except DeviceLost:
+                begun = False  # Nothing to free on a device that is gone.
+                raise
             finally:
                 if begun:
                     self._device.end_family()
@@ -272,8 +284,11 @@ def _is_done(row: Row | None, missing: Mapping[str, str]) -> bool:
     """Whether a row of an earlier run settles the matter: one of a peer that has come since does not."""
     if row is None:
         return False
-    was_missing = row.status == "refused" and (row.reason or "").startswith(MISSING)
-    return not was_missing or row.impl in missing
+    return not _was_missing(row) or row.impl in missing
+
+
+def _was_missing(row: Row) -> bool:
+    return row.status == "refused" and (row.reason or "").startswith(MISSING)
 
 
 def _said(error: BaseException) -> str:

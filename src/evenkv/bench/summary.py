@@ -36,7 +36,8 @@ class ImplementationSummary:
     """One implementation over all cases that the protocol does not skip.
 
     Shares are of `asked` cases: what was refused or failed has not reached anything. Means are geometric,
-    over cases with a stable time. `vs_peer` is best peer's time / own time; for a peer, the best of the others.
+    over cases with a stable time. `mean_vs_peer` is of best peer's time / own time; for a peer, the best of
+    the others.
     """
 
     impl: str

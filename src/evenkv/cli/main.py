@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from evenkv.cli.bench import bench
 from evenkv.cli.doctor import doctor
 from evenkv.cli.pack import pack
 from evenkv.cli.run import run
@@ -64,6 +65,7 @@ app = typer.Typer(
 app.command()(doctor)
 app.command(cls=ManyValuesCommand)(run)
 app.command()(pack)
+app.command()(bench)
 app.add_typer(workloads_app, name="workloads", help="Import, draw and capture workloads.")
 
 

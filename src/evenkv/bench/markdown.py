@@ -1,0 +1,128 @@
+"""docs/results.md from the rows: the block between its markers, and the plots beside it.
+
+`evenkv bench --report` writes them; nothing is measured, and the same rows give the same text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from evenkv.bench.record import Row, gpu_file_name, load_rows
+from evenkv.bench.standin import GPU as STANDIN
+from evenkv.bench.summary import Group, groups_of
+from evenkv.bench.tables import all_tables, markdown_table
+from evenkv.errors import EvenkvError
+from evenkv.evaluate.load import read_text
+from evenkv.paths import Repository
+
+BEGIN = "<!-- roofline:begin -->"
+END = "<!-- roofline:end -->"
+# What the protocol is for; others follow once they have rows.
+EXPECTED_GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GB200")
+NOT_MEASURED = "not measured yet"
+
+
+def rows_folder(repository: Repository) -> Path:
+    return repository.root / "results" / "roofline"
+
+
+def results_page(repository: Repository) -> Path:
+    return repository.root / "docs" / "results.md"
+
+
+def plots_folder(repository: Repository) -> Path:
+    return repository.root / "docs" / "plots"
+
+
+def committed_rows(repository: Repository) -> list[Row]:
+    """All rows under results/roofline, files in the order of their names; the stand-in's are left out."""
+    paths = sorted(rows_folder(repository).glob("*.jsonl"))
+    return [row for path in paths for row in load_rows(path) if row.gpu != STANDIN]
+
+
+def render_block(rows: Iterable[Row], plots: Mapping[str, Sequence[str]]) -> str:
+    """What stands between the markers: one section a GPU (and timer), expected GPUs first.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+    plots : mapping
+        By GPU: the plots' paths (PNG), relative to the page.
+    """
+    groups = groups_of(rows)
+    gpus = [*EXPECTED_GPUS, *sorted({g.gpu for g in groups} - set(EXPECTED_GPUS))]
+    parts = []
+    for gpu in gpus:
+        parts.append(f"## {gpu}")
+        own = [group for group in groups if group.gpu == gpu]
+        if not own:
+            parts.append(f"{gpu}: {NOT_MEASURED}. How to measure it: [reproduce.md](reproduce.md).")
+        for group in own:
+            parts += [_caption(group), *(markdown_table(cells) for cells in all_tables(group.cases))]
+        parts += [f"![{Path(path).stem}]({path})" for path in plots.get(gpu, ())]
+    return "\n\n".join(parts)
+
+
+def put_block(text: str, block: str) -> str:
+    """`text` with `block` between the markers.
+
+    Raises
+    ------
+    EvenkvError
+        When the markers are not there exactly once, in order.
+    """
+    start, end = text.find(BEGIN), text.find(END)
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or end < start:
+        raise EvenkvError(
+            f"docs/results.md: wanted the lines {BEGIN} and {END}, once each and in this order.",
+            "Restore them around the tables.",
+        )
+    return f"{text[: start + len(BEGIN)]}\n{block}\n{text[end:]}"
+
+
+def page_text(repository: Repository, rows: Sequence[Row], plots: Mapping[str, Sequence[str]]) -> str:
+    """The whole page with its block rendered anew."""
+    page = results_page(repository)
+    if not page.is_file():
+        raise EvenkvError(f"{page}: no such file.", f"Restore it; the tables go between {BEGIN} and {END}.")
+    return put_block(read_text(page), render_block(rows, plots))
+
+
+def plot_names(repository: Repository, gpus: Iterable[str]) -> dict[str, list[str]]:
+    """Plots that are there, by GPU, as the page links them."""
+    page, found = results_page(repository).parent, {}
+    for gpu in gpus:
+        paths = sorted(plots_folder(repository).glob(f"{gpu_file_name(gpu)}-[!.]*.png"))
+        found[gpu] = [os.path.relpath(path, page).replace(os.sep, "/") for path in paths]
+    return found
+
+
+def _caption(group: Group) -> str:
+    rows = group.rows()
+    measured = [row for row in rows if row.status == "ok"] or rows
+    versions = [
+        f"{label} {', '.join(found)}"
+        for label, field in (("driver", "driver"), ("CUDA", "cuda"), ("torch", "torch"))
+        if (found := sorted({value for row in measured if (value := getattr(row, field))}))
+    ]
+    copies = [row.copy_peak_gbps for row in measured if row.copy_peak_gbps]
+    sources = sorted({row.source_hash[:12] for row in measured if row.impl == "evenkv-cuda"})
+    commits = sorted({(row.commit or "unknown")[:12] for row in measured})
+    days = sorted({row.when[:10] for row in measured})
+    facts = [
+        f"{len(group.cases)} cases, {len(rows)} rows",
+        f"timer: {group.timer}",
+        *versions,
+        f"copy peak {_range(copies)} GB/s" if copies else "",
+        f"sources of evenkv-cuda {', '.join(sources)}" if sources else "",
+        f"commit {', '.join(commits)}",
+        f"measured {days[0]}" + (f" to {days[-1]}" if days[-1] != days[0] else ""),
+    ]
+    return "; ".join(fact for fact in facts if fact) + "."
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.0f}" if high - low < 1 else f"{low:.0f} to {high:.0f}"

@@ -1,0 +1,42 @@
+"""Writes docs/results.md and docs/plots from the committed rows: `evenkv bench --report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from evenkv.bench import markdown
+from evenkv.bench.summary import Group, groups_of
+from evenkv.files import write_atomic
+from evenkv.paths import Repository
+
+
+def write_report(repository: Repository, progress: Callable[[str, float], None]) -> list[Path]:
+    """Render the plots of every GPU that has rows, then the page; nothing is measured.
+
+    Returns
+    -------
+    list of Path
+        The files written, the page last.
+    """
+    rows = markdown.committed_rows(repository)
+    largest = {}
+    for group in groups_of(rows):
+        known = largest.get(group.gpu)
+        # Plots do not mix timers: the one with more times is drawn.
+        if known is None or _times(group) > _times(known):
+            largest[group.gpu] = group
+    written: list[Path] = []
+    for number, group in enumerate(largest.values()):
+        from evenkv.bench.plots import write_plots
+
+        progress(f"plots of {group.gpu}", number / len(largest))
+        written += write_plots(group, markdown.plots_folder(repository))
+    page = markdown.results_page(repository)
+    text = markdown.page_text(repository, rows, markdown.plot_names(repository, largest))
+    write_atomic(page, text.encode())
+    return [*written, page]
+
+
+def _times(group: Group) -> int:
+    return sum(row.status == "ok" for row in group.rows())
