@@ -1,4 +1,4 @@
-"""Clocks, temperature and throttle reasons, from NVML's C library: it comes with the driver, no package is needed."""
+"""Clocks, temperature and throttle reasons, from NVML's C library, which comes with the driver."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from evenkv.bench.device.worker import describe
 _CLOCK_SM, _CLOCK_MEM = 1, 2
 _TEMPERATURE_GPU = 0
 
-# Of nvmlClocksThrottleReason*: those that make a measurement slower than the machine is. The software power cap is
-# left out: at full memory speed it is always near, and when it bites the SM clock shows it.
+# Of nvmlClocksThrottleReason*: those that make a measurement slower than the machine is. The software power
+# cap is left out: at full memory speed it is always near, and when it bites the SM clock shows it.
 _THROTTLES = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",

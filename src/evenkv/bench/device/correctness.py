@@ -1,7 +1,8 @@
 """Right first: a sample of requests against an fp32 reference, limits from the baseline's own error.
 
-The owner of the caches computes the reference on the device; each implementation's process hands over the rows
-that were drawn; the parent, which runs no kernel, judges. Nobody who is judged knows the sample beforehand.
+The owner of the caches computes the reference on the device; each implementation's process hands over the
+rows that were drawn; the parent, which runs no kernel, judges. Nobody who is judged knows the sample
+beforehand.
 """
 
 from __future__ import annotations
@@ -127,10 +128,8 @@ def reference_rows(
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """float32 `[num_kv_heads, head_dim, tokens]` of the pages, in order."""
-    if cache.dtype.itemsize == 1:  # indexing of fp8 tensors is not implemented everywhere
-        gathered = cache.view(torch.uint8)[pages].view(cache.dtype)
-    else:
-        gathered = cache[pages]
+    is_byte = cache.dtype.itemsize == 1  # indexing of fp8 tensors is not implemented everywhere
+    gathered = cache.view(torch.uint8)[pages].view(cache.dtype) if is_byte else cache[pages]
     return gathered.flatten(0, 1).float().permute(1, 2, 0)
 
 
@@ -163,7 +162,9 @@ def judge(
         faults.append("output or lse is not finite, or was not written, somewhere")
     # Relative to each request's own norm: outputs shrink as 1 / sqrt(length), and a fixed bound passes zeros.
     if not report.max_request_rel_err <= limit.output:
-        faults.append(f"output is off by {report.max_request_rel_err:.3g} of its norm, limit {limit.output:.3g}")
+        faults.append(
+            f"output is off by {report.max_request_rel_err:.3g} of its norm, limit {limit.output:.3g}"
+        )
     if not report.lse_err <= limit.lse:
         faults.append(f"lse is off by {report.lse_err:.3g}, limit {limit.lse:.3g}")
     if baseline_max_abs_err is not None and not report.max_abs_err <= 2 * baseline_max_abs_err:

@@ -1,6 +1,7 @@
 """Inputs of a case: cache pools allocated once a family, page tables and queries drawn on the device.
 
-Every process draws the same tables and queries from the case's seed; only the pools are shared, through CUDA IPC.
+Every process draws the same tables and queries from the case's seed; only the pools are shared, through CUDA
+IPC.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from evenkv.errors import EvenkvError
 from evenkv.numerics.bytes import ELEMENT_BYTES, pages_of
 from evenkv.numerics.problem import TORCH_DTYPES
 
-# Pages that no request lists. A constant, so that a case is the same problem whatever the family's pool holds.
+# Pages that no request lists. A constant, so that a case is the same problem whatever the family's pool
+# holds.
 UNLISTED_PAGES = 3
 # Queries of a case: timed calls take turns, so that no call can answer with what it computed before.
 QUERY_VARIANTS = 2
@@ -117,9 +119,7 @@ def view_cache(pool: torch.Tensor, case: Case) -> torch.Tensor:
         )
     pages = case.num_pages() + UNLISTED_PAGES
     if case.layout == "HND":
-        return (
-            pool[:wanted].view(pages, case.num_kv_heads, case.page_size, case.head_dim).transpose(1, 2)
-        )
+        return pool[:wanted].view(pages, case.num_kv_heads, case.page_size, case.head_dim).transpose(1, 2)
     return pool[:wanted].view(pages, case.page_size, case.num_kv_heads, case.head_dim)
 
 
@@ -161,14 +161,17 @@ def build_tensors(case: Case, k_pool: torch.Tensor, v_pool: torch.Tensor, seed: 
 
 
 def share(tensor: torch.Tensor) -> bytes:
-    """A CUDA tensor as bytes for ONE other process; this process must keep the tensor alive meanwhile."""
+    """A flat CUDA tensor as a message to ONE other process; this one must keep the tensor alive meanwhile.
+
+    Each message counts as one user of the memory: torch frees it once all have let go.
+    """
     import torch.multiprocessing  # noqa: F401  (registers the CUDA IPC reductions)
 
-    return bytes(ForkingPickler.dumps(tensor))
+    return bytes(ForkingPickler.dumps(tensor.view(torch.uint8)))
 
 
-def adopt(shared: bytes) -> torch.Tensor:
+def adopt(shared: bytes, kv_dtype: str) -> torch.Tensor:
     """The tensor that another process shared: the same device memory, no copy."""
     import torch.multiprocessing  # noqa: F401
 
-    return pickle.loads(shared)
+    return pickle.loads(shared).view(TORCH_DTYPES[kv_dtype])

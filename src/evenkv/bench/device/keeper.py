@@ -16,7 +16,9 @@ from evenkv.bench.case import Case
 from evenkv.bench.device.copies import MATCHED_BUFFER_BYTES, copy_call, gbps, peak_bytes
 from evenkv.bench.device.correctness import reference_rows
 from evenkv.bench.device.inputs import build_tensors, make_pool, share
-from evenkv.bench.device.timing import CudaMachine
+from evenkv.bench.device.spans import StrayWork
+from evenkv.bench.device.timing import CudaMachine, EventTimer
+from evenkv.bench.device.verdict import hidden_work
 
 # Left free for the other processes: workspaces, block tables, outputs of every implementation.
 RESERVE_BYTES = 6 << 30
@@ -101,9 +103,7 @@ class Keeper:
     def copy_peak(self) -> float:
         """1e9 bytes a second, read and write counted, median of repeats."""
         size = peak_bytes(self._machine.free_bytes())
-        source, target = (
-            torch.zeros(size, dtype=torch.uint8, device=self._machine.device) for _ in range(2)
-        )
+        source, target = (torch.zeros(size, dtype=torch.uint8, device=self._machine.device) for _ in range(2))
         call = copy_call(source, target, size)
         times = self._times(call, _PEAK_REPEATS, cold=True)
         del call, source, target
@@ -127,10 +127,33 @@ class Keeper:
         sink = torch.empty(1024, dtype=torch.float32, device=self._machine.device)
         return self._times(lambda: torch.amax(data, dim=1, out=sink), count, cold)
 
-    def probe_walls(self, num_bytes: int, count: int) -> tuple[float, float, float]:
-        """One copy of `num_bytes` each way by the timer, by events and by the host's clock (device idle to idle)."""
-        from evenkv.bench.device.timing import EventTimer
+    def probe_hidden(self, num_bytes: int) -> str | None:
+        """None when a call that leaves its work on another stream is caught, else what the timers saw."""
+        buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=self._machine.device) for _ in range(2)]
+        work = copy_call(*buffers, num_bytes)
+        side = torch.cuda.Stream()
+        value = torch.zeros(1, device=self._machine.device)
+        honest = statistics.median(EventTimer().times(work, [self._machine.flush] * 5, _nothing))
 
+        def cheat() -> None:
+            value.zero_()  # something to be timed
+            with torch.cuda.stream(side):
+                work()
+
+        try:
+            times = self._machine.timer.times(cheat, [self._machine.synchronize] * 5, _nothing)
+        except StrayWork:
+            return None
+        seen = statistics.median(times)
+        wall = min(self._machine.wall_times(cheat, [self._machine.synchronize] * 5))
+        if hidden_work(seen, wall) or seen > 0.5 * honest:
+            return None
+        return (
+            f"{honest:.1f} us of work on another stream went unseen: timer {seen:.1f} us, wall {wall:.1f} us"
+        )
+
+    def probe_walls(self, num_bytes: int, count: int) -> tuple[float, float, float]:
+        """One copy of `num_bytes` each way: by the timer, by events, by the host's clock (idle to idle)."""
         buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=self._machine.device) for _ in range(2)]
         call = copy_call(*buffers, num_bytes)
         before = [self._machine.flush] * count

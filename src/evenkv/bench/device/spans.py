@@ -1,7 +1,7 @@
 """From activity records to the time of each call: which records belong to a call, and what does not fit.
 
-Pure: records in, microseconds out. A call is what lies between its two markers, tiny kernels that the timer launches
-on the call's stream right before and after it.
+Pure: records in, microseconds out. A call is what lies between its two markers, tiny kernels that the timer
+launches on the call's stream right before and after it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ class Record(NamedTuple):
     stream: int
 
 
-class TimerFault(Exception):
-    """The records do not allow a time: they are incomplete, or a call did what a call must not."""
+class LostRecords(Exception):
+    """The records are incomplete: no time, through no fault of the call."""
+
+
+class StrayWork(Exception):
+    """A call did what a call must not: its work goes on when it is over, or is nowhere."""
 
 
 def spans(records: Sequence[Record], calls: int) -> list[float]:
@@ -40,16 +44,18 @@ def spans(records: Sequence[Record], calls: int) -> list[float]:
 
     Raises
     ------
-    TimerFault
-        Markers are missing or too many; a call launched nothing; or a call's work went on after the call: records
-        that run past the closing marker, or begin outside of every call on another stream.
+    LostRecords
+        Markers are missing or too many.
+    StrayWork
+        A call launched nothing, or its work went on after it: records that run past the closing marker, or
+        begin outside of every call on another stream.
     """
     ordered = sorted(records, key=lambda record: record.start)
     markers = [record for record in ordered if MARKER in record.name]
     if len(markers) != 2 * calls:
-        raise TimerFault(f"{len(markers)} markers were recorded, wanted {2 * calls}: records are lost")
+        raise LostRecords(f"{len(markers)} markers were recorded, wanted {2 * calls}: records are lost")
     if len({marker.stream for marker in markers}) > 1:
-        raise TimerFault("markers ran on several streams")
+        raise LostRecords("markers ran on several streams")
     times = []
     position = 0
     work = [record for record in ordered if MARKER not in record.name]
@@ -62,11 +68,11 @@ def spans(records: Sequence[Record], calls: int) -> list[float]:
             inside.append(work[position])
             position += 1
         if not inside:
-            raise TimerFault("a call launched nothing on the device before it ended")
+            raise StrayWork("a call launched nothing on the device before it ended")
         last = max(record.end for record in inside)
         if last > closing.start:
             late = next(record.name for record in inside if record.end == last)
-            raise TimerFault(f"work goes on after the call has ended: {late[:80]} on another stream")
+            raise StrayWork(f"work goes on after the call has ended: {late[:80]} on another stream")
         times.append((last - inside[0].start) / 1e3)
     for record in work[position:]:
         _demand_between_calls(record, markers[-1].stream if markers else record.stream)
@@ -75,7 +81,7 @@ def spans(records: Sequence[Record], calls: int) -> list[float]:
 
 def _demand_between_calls(record: Record, stream: int) -> None:
     if record.stream != stream:
-        raise TimerFault(f"work outside of every call: {record.name[:80]} on another stream")
+        raise StrayWork(f"work outside of every call: {record.name[:80]} on another stream")
 
 
 def summary(times: Sequence[float]) -> tuple[float, float, float]:

@@ -88,9 +88,10 @@ class Subject:
             self._implementation.prepare(small, tensors, setting).call()
         self._machine.synchronize()
 
-    def adopt(self, k_pool: bytes, v_pool: bytes) -> None:
+    def adopt(self, k_pool: bytes, v_pool: bytes, kv_dtype: str) -> None:
         """Take the family's pools: the owner's memory, no copy."""
-        self._pools = adopt(k_pool), adopt(v_pool)
+        self._running = None
+        self._pools = adopt(k_pool, kv_dtype), adopt(v_pool, kv_dtype)
 
     def release(self) -> None:
         """Let go of the pools and of all memory."""

@@ -1,8 +1,8 @@
 """Times of calls on the device: CUPTI's activity records, or CUDA events where they were asked for.
 
 CUPTI counts from the first start to the last end of all that a call launches, on every stream. Events count
-launch gaps too, and only their own stream. The timer's name goes into every row; nothing falls from one to the other
-on the way.
+launch gaps too, and only their own stream. The timer's name goes into every row; nothing falls from one to
+the other on the way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from evenkv.bench.device.spans import Record, spans
+from evenkv.bench.device.spans import Record, StrayWork, spans
 from evenkv.errors import EvenkvError
 
 Call = Callable[[], None]
@@ -165,7 +165,7 @@ def host_times(call: Call, before: Sequence[Call]) -> list[float]:
 
 
 def wall_times(call: Call, before: Sequence[Call]) -> list[float]:
-    """Microseconds from the launch until the WHOLE device has nothing left to do: no stream can hide from it."""
+    """Microseconds from the launch until the WHOLE device is idle: no stream can hide from it."""
     times = []
     for prepare in before:
         prepare()
@@ -188,7 +188,8 @@ def capture(call: Call) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    # Not `with torch.cuda.graph(...)`: it collects garbage and empties the allocator's cache at every capture.
+    # Not `with torch.cuda.graph(...)`: it collects garbage and empties the allocator's cache at every
+    # capture.
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
@@ -197,7 +198,9 @@ def capture(call: Call) -> torch.cuda.CUDAGraph:
         try:
             call()
         except Exception:
-            with contextlib.suppress(RuntimeError):  # the capture is invalid already: the first error says why
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the capture is invalid already: the first error says why
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -253,4 +256,6 @@ class CudaMachine:
         if isinstance(error, torch.OutOfMemoryError):
             self.collect()
             return "oom", False
+        if isinstance(error, StrayWork):
+            return "wrong", False
         return "refused", False

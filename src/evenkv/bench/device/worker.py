@@ -39,8 +39,8 @@ class Worker:
     name : str
         For messages.
     factory : str
-        "package.module:callable", called in the child with `arguments`; gives the handler, whose public methods
-        are the commands. `handler.classify(error)` gives (status, poisoned) of an exception.
+        "package.module:callable", called in the child with `arguments`; gives the handler, whose public
+        methods are the commands. `handler.classify(error)` gives (status, poisoned) of an exception.
     deadline_s : float
         Seconds that a command may take, unless the call says otherwise.
     """

@@ -1,8 +1,9 @@
 """What an implementation offers to the harness, and where its clock begins and ends.
 
-In the clock: one call, as a serving engine makes it for every layer and step. Outside: planning (its host time is
-reported beside), what an engine fuses into the producer of q (scaling, rounding to fp8), and what it folds into the
-next weights (V scales). Where a peer lacks something that we do in the kernel, this favours the peer.
+In the clock: one call, as a serving engine makes it for every layer and step. Outside: planning (its host
+time is reported beside), what an engine fuses into the producer of q (scaling, rounding to fp8), and what it
+folds into the next weights (V scales). Where a peer lacks something that we do in the kernel, this favours
+the peer.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ Returned = tuple[torch.Tensor, ...]
 class Prepared(abc.ABC):
     """A case, ready to be called again and again with other contents of `tensors.q`.
 
-    `returned` holds the tensors that the latest `call` wrote: the same ones every time where the implementation takes
-    outputs, new ones where it allocates. `plan_us` is the host time of planning.
+    `returned` holds the tensors that the latest `call` wrote: the same ones every time where the
+    implementation takes outputs, new ones where it allocates. `plan_us` is the host time of planning.
     """
 
     returned: Returned
     plan_us: float = 0.0
 
-    def new_queries(self) -> None:
+    def new_queries(self) -> None:  # noqa: B027 (most have nothing to do)
         """Told that `tensors.q` has new contents; outside the clock."""
 
     @abc.abstractmethod

@@ -1,9 +1,9 @@
 """FlashAttention-3's `flash_attn_with_kvcache` (tokenspeed-fa3): split over KV, with a block table.
 
-Best settings, on Hopper: its own choice of splits (`num_splits=0`), with the scheduler's metadata computed ahead
-("metadata", as vLLM does once a step) or inside each call ("plain"): the harness takes the faster. An fp8 cache wants
-fp8 queries: each request's queries of a KV head are rounded with a scale of their own, outside the clock; the row says
-"q quantised". Table and lengths are made ahead, as engines keep them.
+Best settings, on Hopper: its own choice of splits (`num_splits=0`), with the scheduler's metadata computed
+ahead ("metadata", as vLLM does once a step) or inside each call ("plain"): the harness takes the faster. An
+fp8 cache wants fp8 queries: each request's queries of a KV head are rounded with a scale of their own,
+outside the clock; the row says "q quantised". Table and lengths are made ahead, as engines keep them.
 """
 
 from __future__ import annotations

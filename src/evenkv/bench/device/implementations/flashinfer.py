@@ -1,13 +1,14 @@
 """FlashInfer's paged decode: tensor cores (tc), CUDA cores (cc), and XQA.
 
 Best settings, on Hopper:
-- tc: the FA2 template on tensor cores, planned without the CUDA-graph mode (whose plan launches blocks for the
-  largest batch): with fixed lengths its run() can be captured all the same, and is faster.
+- tc: the FA2 template on tensor cores, planned without the CUDA-graph mode (whose plan launches blocks for
+  the largest batch): with fixed lengths its run() can be captured all the same, and is faster.
 - cc: the CUDA-core kernel, where it is compiled for the group size.
-- fp8: one scale for all heads is all that it takes, so each head's K scale is multiplied into its queries, which go in
-  as fp16 (fp8 widens to fp16 in one instruction; bf16 queries would be rounded eight times as coarsely).
-- xqa: `xqa_batch_decode_with_kv_cache` with a block table. On sm_90 an fp8 cache runs its fp8 kernel, which rounds
-  queries and probabilities to fp8. It gives no lse.
+- fp8: one scale for all heads is all that it takes, so each head's K scale is multiplied into its queries,
+  which go in as fp16 (fp8 widens to fp16 in one instruction; bf16 queries would be rounded eight times as
+  coarsely).
+- xqa: `xqa_batch_decode_with_kv_cache` with a block table. On sm_90 an fp8 cache runs its fp8 kernel, which
+  rounds queries and probabilities to fp8. It gives no lse.
 """
 
 from __future__ import annotations

@@ -1,0 +1,315 @@
+"""`evenkv.bench.protocol.Device` on one NVIDIA GPU.
+
+The parent makes no CUDA context. One process owns the inputs (`keeper.Keeper`), one each runs an
+implementation (`subject.Subject`), over the owner's memory. Only one of them uses the GPU at a time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from evenkv.bench.case import Case
+from evenkv.bench.device import builds, selftest
+from evenkv.bench.device.clocks import Clocks
+from evenkv.bench.device.inputs import pool_bytes, seed_of
+from evenkv.bench.device.trial import BASELINE, Setup, measure_case
+from evenkv.bench.device.worker import Worker, WorkerFault
+from evenkv.bench.protocol import DeviceFacts, DeviceLost, Outcome
+from evenkv.bench.record import IMPLEMENTATIONS, Timer
+from evenkv.errors import EvenkvError
+from evenkv.evaluate.environment import driver_version
+from evenkv.evaluate.table import DATASHEET_BANDWIDTH
+from evenkv.library.toolchain import cache_folder
+
+DEADLINE_S = 60.0
+# An implementation whose process had to be killed as often, one case after the other, gets no more of them.
+STRIKES = 3
+
+_LEFTOVER_BYTES = 512 << 20
+_POOL_SEED = 20260101
+
+MakeWorker = Callable[[str, str, Mapping[str, Any]], Any]
+
+
+class CudaDevice:
+    """A GPU to measure on.
+
+    Parameters
+    ----------
+    index : int
+        As CUDA counts, CUDA_VISIBLE_DEVICES included.
+    timer : "cupti", "events" or "auto"
+        "auto": CUPTI, or events when CUPTI does not work here; decided once, named in every row.
+    deadline_s : float
+        Seconds until a process that does not answer is killed.
+    make_worker, clocks : optional
+        Stand in for the processes (name, factory, arguments) and for NVML.
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        timer: str = "auto",
+        deadline_s: float = DEADLINE_S,
+        make_worker: MakeWorker | None = None,
+        clocks: Any = None,
+    ) -> None:
+        if timer not in ("cupti", "events", "auto"):
+            raise EvenkvError(f"timer is {timer!r}.", 'Wanted "cupti", "events" or "auto".')
+        self._index, self._asked_timer, self._deadline_s = index, timer, deadline_s
+        self._make_worker = make_worker or (
+            lambda name, factory, arguments: Worker(name, factory, arguments, deadline_s)
+        )
+        self._clocks = clocks
+        self.timer_note: str | None = None  # why "auto" took events
+        self._keeper: Any = None
+        self._timer: Timer = "cupti"
+        self._facts: dict[str, Any] = {}
+        self._subjects: dict[str, Any] = {}
+        self._missing: dict[str, str | None] = {}
+        self._versions: dict[str, str | None] = {}
+        self._built: dict[builds.BuildKey, str | None] = {}
+        self._copy_gbps: float | None = None
+        self._family: list[Case] = []
+        self._pool = 0
+        self._adopted: dict[str, tuple[int, int]] = {}  # name -> generations of its process and the pools
+        self._pool_generation = 0
+        self._strikes: dict[str, int] = {}
+        self._rng = random.Random()  # seeded by the system: nobody can know what is checked
+
+    # -- the Device protocol
+
+    def facts(self) -> DeviceFacts:
+        self._start()
+        return DeviceFacts(
+            self._facts["gpu"],
+            driver_version(),
+            self._facts["cuda"],
+            self._facts["torch"],
+            self._clocks.memory_peak_gbps(),
+        )
+
+    def self_test(self) -> list[str]:
+        self._start()
+        copy = self.copy_peak_gbps()
+        memory = selftest.CopyMemory(
+            cache_folder() / "bench" / "copy-peak.json", f"{self._facts['uuid']} {self._timer}"
+        )
+        known = DATASHEET_BANDWIDTH.get(self._facts["gpu"])
+        peak = known / 1e9 if known else self._clocks.memory_peak_gbps()
+        faults = selftest.self_test(self._keeper.call, copy, self._timer, peak, memory)
+        if self._clocks.state() is None:
+            faults.append(f"clocks cannot be read ({self._clocks.reason})")
+        return faults
+
+    def implementations(self) -> Mapping[str, str | None]:
+        self._start()
+        if not self._missing:
+            for name in IMPLEMENTATIONS:
+                self._subjects[name] = self._make_worker(
+                    name,
+                    "evenkv.bench.device.subject:Subject",
+                    {"name": name, "index": self._index, "timer": self._timer},
+                )
+            with ThreadPoolExecutor(len(IMPLEMENTATIONS)) as pool:  # they import side by side
+                answers = pool.map(self._describe, IMPLEMENTATIONS)
+            for name, (missing, version) in zip(IMPLEMENTATIONS, answers, strict=True):
+                self._missing[name], self._versions[name] = missing, version
+        return dict(self._missing)
+
+    def copy_peak_gbps(self) -> float:
+        self._start()
+        if self._copy_gbps is None:
+            self._copy_gbps = self._ask_keeper("copy_peak")
+        return self._copy_gbps
+
+    def build(self, cases: Sequence[Case], progress: builds.Progress = lambda what, share: None) -> None:
+        """Compile what the cases need; `begin_family` does what is left of it."""
+        present = [name for name, missing in self.implementations().items() if missing is None]
+        jobs = builds.build_jobs(cases, present, self._built)
+        self._built |= builds.build_all(jobs, self._index, progress)
+
+    def begin_family(self, cases: Sequence[Case]) -> None:
+        if len({case.kv_dtype for case in cases}) != 1:
+            raise EvenkvError("A family has one kv_dtype.", "Begin a family for each of them.")
+        self.build(cases)
+        self._family = list(cases)
+        self._allocate()
+
+    def measure(
+        self, case: Case, implementations: Sequence[str], iterations: int, warm: bool
+    ) -> Mapping[str, Outcome]:
+        wanted = pool_bytes(case)
+        if wanted > self._pool:
+            reason = f"K and V need {2 * wanted / 2**30:.1f} GiB, {2 * self._pool / 2**30:.1f} are allocated"
+            return {name: Outcome("oom", reason) for name in implementations}
+        outcomes = {name: self._barred(name, case) for name in implementations}
+        able = [name for name, outcome in outcomes.items() if outcome is None]
+        setup = Setup(
+            {name: _Link(self, name) for name in able},
+            self._keeper,
+            self._versions,
+            self._clocks.state,
+            self._timer,
+            self._rng,
+        )
+        try:
+            measured = measure_case(case, seed_of(case), able, iterations, warm, setup)
+        except WorkerFault as fault:
+            # The owner failed, not an implementation: begin anew, once.
+            self._recover(fault)
+            try:
+                measured = measure_case(case, seed_of(case), able, iterations, warm, setup)
+            except WorkerFault as second:
+                raise DeviceLost(f"GPU {self._index} does not answer: {second.reason}") from second
+        found = {name: outcomes[name] or measured[name] for name in implementations}
+        return {name: outcome for name, outcome in found.items() if outcome is not None}
+
+    def end_family(self) -> None:
+        for worker in self._subjects.values():
+            if worker.alive:
+                try:
+                    worker.call("release")
+                except WorkerFault:
+                    worker.kill()
+        self._adopted.clear()
+        self._family, self._pool = [], 0
+        try:
+            leftover = self._keeper.call("free")
+        except WorkerFault:
+            leftover = _LEFTOVER_BYTES + 1
+        if leftover > _LEFTOVER_BYTES:
+            # A process that was killed never let go of the pools: they end with their owner's process.
+            self._restart_keeper()
+
+    def close(self) -> None:
+        for worker in [*self._subjects.values(), self._keeper]:
+            if worker is not None:
+                worker.end()
+        self._subjects.clear()
+        self._missing.clear()
+        self._keeper = None
+
+    # -- inside
+
+    def _start(self) -> None:
+        """Start the owner; settles the timer."""
+        if self._keeper is not None:
+            return
+        first: Timer = "events" if self._asked_timer == "events" else "cupti"
+        try:
+            self._open(first)
+        except WorkerFault as fault:
+            if self._asked_timer != "auto":
+                raise EvenkvError(
+                    f"GPU {self._index} cannot be used: {fault.reason}.", _START_REMEDY
+                ) from fault
+            self.timer_note = f"CUPTI does not work here, events are the timer: {fault.reason}"
+            try:
+                self._open("events")
+            except WorkerFault as second:
+                raise EvenkvError(
+                    f"GPU {self._index} cannot be used: {second.reason}.", _START_REMEDY
+                ) from second
+
+    def _open(self, timer: Timer) -> None:
+        keeper = self._make_worker(
+            "keeper", "evenkv.bench.device.keeper:Keeper", {"index": self._index, "timer": timer}
+        )
+        try:
+            facts = keeper.call("facts")
+            keeper.call("probe_empty", count=5)  # a timer that is there may still not work
+        except WorkerFault:
+            keeper.end()
+            raise
+        self._keeper, self._timer, self._facts = keeper, timer, facts
+        if self._clocks is None:
+            self._clocks = Clocks(facts["uuid"], self._index)
+
+    def _describe(self, name: str) -> tuple[str | None, str | None]:
+        try:
+            return self._subjects[name].call("describe")
+        except WorkerFault as fault:
+            return fault.reason, None
+
+    def _allocate(self) -> None:
+        """The family's pools, at the largest size that it needs."""
+        self._pool_generation += 1
+        self._pool = self._ask_keeper(
+            "allocate",
+            pool_bytes=max(pool_bytes(case) for case in self._family),
+            copy_bytes=max(case.kv_bytes() for case in self._family) // 2,
+            kv_dtype=self._family[0].kv_dtype,
+            seed=_POOL_SEED,
+        )
+
+    def _ask_keeper(self, command: str, **arguments: Any) -> Any:
+        try:
+            return self._keeper.call(command, **arguments)
+        except WorkerFault as fault:
+            raise DeviceLost(f"GPU {self._index} does not answer: {fault.reason}") from fault
+
+    def _recover(self, fault: WorkerFault) -> None:
+        for worker in self._subjects.values():
+            worker.kill()  # they hold the old pools
+        self._adopted.clear()
+        self._restart_keeper()
+        self._allocate()
+        if self._pool == 0:
+            raise DeviceLost(f"GPU {self._index} has no memory left after: {fault.reason}")
+
+    def _restart_keeper(self) -> None:
+        self._keeper.kill()
+        try:
+            self._keeper.call("free_bytes")
+        except WorkerFault as fault:
+            raise DeviceLost(f"GPU {self._index} does not come up again: {fault.reason}") from fault
+
+    def _barred(self, name: str, case: Case) -> Outcome | None:
+        """The outcome of an implementation that does not even start."""
+        missing = self.implementations().get(name, "unknown implementation")
+        if missing is not None:
+            return Outcome("refused", f"missing: {missing}")
+        if self._strikes.get(name, 0) >= STRIKES:
+            return Outcome("refused", f"left out: its process had to be ended {STRIKES} cases in a row")
+        failure = self._built.get((name, builds.make_implementation(name).build_key(case)))
+        return Outcome("refused", failure) if failure is not None else None
+
+    def _call_subject(self, name: str, command: str, arguments: Mapping[str, Any]) -> Any:
+        worker = self._subjects[name]
+        try:
+            worker.start()
+            if self._adopted.get(name) != (worker.generation, self._pool_generation):
+                k_pool, v_pool = self._share()
+                dtype = self._family[0].kv_dtype
+                worker.call("adopt", k_pool=k_pool, v_pool=v_pool, kv_dtype=dtype)
+                self._adopted[name] = worker.generation, self._pool_generation
+            answer = worker.call(command, **arguments)
+        except WorkerFault as fault:
+            if fault.gone:
+                self._strikes[name] = self._strikes.get(name, 0) + 1
+            raise
+        if command == "finish":
+            self._strikes[name] = 0
+        return answer
+
+    def _share(self) -> tuple[bytes, bytes]:
+        return self._ask_keeper("share")
+
+
+class _Link:
+    """An implementation's process, with the family's pools in its hands before anything else."""
+
+    def __init__(self, device: CudaDevice, name: str) -> None:
+        self._device, self._name = device, name
+
+    def call(self, command: str, **arguments: Any) -> Any:
+        return self._device._call_subject(self._name, command, arguments)
+
+
+_START_REMEDY = "Check `nvidia-smi` and `evenkv doctor`; --timer events does without CUPTI."
+
+__all__ = ["BASELINE", "CudaDevice"]

@@ -1,0 +1,271 @@
+"""One case on several implementations: right first, then timed in rounds that take turns.
+
+Runs in the parent and touches no GPU: it gives commands to the processes, judges what they hand over, and
+turns it into outcomes.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from evenkv.bench.case import Case
+from evenkv.bench.device.clocks import ClockState
+from evenkv.bench.device.correctness import Verdict, judge, sample_requests
+from evenkv.bench.device.inputs import QUERY_VARIANTS
+from evenkv.bench.device.spans import summary
+from evenkv.bench.device.verdict import hidden_work, throttling
+from evenkv.bench.device.worker import WorkerFault
+from evenkv.bench.protocol import Outcome
+from evenkv.bench.record import OURS, Timer
+
+BASELINE = "flashinfer-tc"
+ROUNDS = 5
+
+_EAGER_CALLS = 20
+_FEW_CALLS = 5
+_LONG_US = 2000.0  # calls that long are repeated less often where the median of 100 is not asked for
+
+
+class Link(Protocol):
+    """A process that takes commands (`worker.Worker`, or a stand-in)."""
+
+    def call(self, command: str, **arguments: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all trials of a case share.
+
+    Attributes
+    ----------
+    links : mapping
+        Implementation name to its process.
+    keeper : Link
+        The owner's process.
+    versions : mapping
+        Implementation name to its peer version.
+    clocks : callable
+        The GPU's state now, None where it cannot be read.
+    timer : "cupti" or "events"
+    rng : Random
+        Draws what no implementation may know: requests, timed calls and queries that are checked.
+    """
+
+    links: Mapping[str, Link]
+    keeper: Link
+    versions: Mapping[str, str | None]
+    clocks: Callable[[], ClockState | None]
+    timer: Timer
+    rng: random.Random
+
+
+@dataclass
+class _Reference:
+    requests: list[int]
+    outputs: list[np.ndarray]
+    lses: list[np.ndarray]
+
+
+@dataclass
+class _Trial:
+    """An implementation's state on the case; `outcome` is set as soon as it is out of the race."""
+
+    name: str
+    link: Link
+    info: dict[str, Any] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    times: list[float] = field(default_factory=list)
+    clocks: list[ClockState | None] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+
+def measure_case(
+    case: Case, seed: int, implementations: Sequence[str], iterations: int, warm: bool, setup: Setup
+) -> dict[str, Outcome]:
+    """Check and time the implementations.
+
+    Raises
+    ------
+    WorkerFault
+        When the owner's process fails; implementations that fail have outcomes.
+    """
+    requests = sample_requests(case.request_lengths(), case.num_kv_heads, setup.rng)
+    outputs, lses = setup.keeper.call("reference", case=case, seed=seed, requests=requests)
+    reference = _Reference(requests, outputs, lses)
+    run = _CaseRun(case, seed, setup, reference, warm)
+    # The baseline comes first: its own error is the others' limit.
+    order = sorted(implementations, key=lambda name: name != BASELINE)
+    trials = [run.admit(name) for name in order]
+    copies = run.race(trials, -(-iterations // ROUNDS))
+    for trial in trials:
+        if trial.outcome is None:
+            run.finish(trial, copies)
+    found = {trial.name: trial.outcome for trial in trials}
+    return {name: outcome for name in implementations if (outcome := found[name]) is not None}
+
+
+class _CaseRun:
+    def __init__(self, case: Case, seed: int, setup: Setup, reference: _Reference, warm: bool) -> None:
+        self._case, self._seed, self._setup, self._reference = case, seed, setup, reference
+        self._cold = not warm
+        self._baseline_error: float | None = None
+
+    def admit(self, name: str) -> _Trial:
+        """Prepare and check: whoever is wrong or refuses gets an outcome and is not timed."""
+        trial = _Trial(name, self._setup.links[name])
+        left_out: list[str] = []
+        wrong: Outcome | None = None
+        while True:
+            try:
+                trial.info = trial.link.call(
+                    "prepare", case=self._case, seed=self._seed, leave_out=tuple(left_out)
+                )
+                verdict = self._check(trial)
+            except WorkerFault as fault:
+                # A setting that gives wrong results makes way for the next; when none is left, it counts.
+                trial.outcome = wrong or self._outcome(trial, fault.status, fault.reason)
+                return trial
+            if not verdict.faults:
+                trial.verdict = verdict
+                return trial
+            wrong = wrong or self._wrong(trial, verdict, "")
+            left_out.append(trial.info["setting"])
+
+    def race(self, trials: Sequence[_Trial], calls: int) -> list[float]:
+        """Timed rounds, in another order each time; the matched copy takes its turn.
+
+        Returns
+        -------
+        list of float
+            Microseconds of the matched copies.
+        """
+        copies: list[float] = []
+        kv_bytes = self._case.kv_bytes()
+        for _ in range(ROUNDS):
+            live = [trial for trial in trials if trial.outcome is None]
+            if not live:
+                break
+            self._setup.rng.shuffle(live)
+            for trial in live:
+                try:
+                    self._round(trial, calls)
+                except WorkerFault as fault:
+                    trial.outcome = self._outcome(trial, fault.status, fault.reason)
+            copies += self._setup.keeper.call(
+                "matched_copy", kv_bytes=kv_bytes, count=max(_FEW_CALLS, calls // 2), cold=self._cold
+            )
+        return copies
+
+    def finish(self, trial: _Trial, copies: Sequence[float]) -> None:
+        """Eager and host times, the cross-check by the host's clock, and the outcome."""
+        median, p10, p90 = summary(trial.times)
+        few = median > _LONG_US
+        variants = self._variants(_FEW_CALLS if few else _EAGER_CALLS)
+        try:
+            eager = _patient(trial.link, "time_eager", variants=variants, cold=self._cold)
+            host = trial.link.call("time_host", variants=variants)
+            walls = trial.link.call("time_wall", variants=self._variants(_FEW_CALLS), cold=self._cold)
+            trial.link.call("finish")
+        except WorkerFault as fault:
+            trial.outcome = self._outcome(trial, fault.status, fault.reason)
+            return
+        assert trial.verdict is not None
+        if hidden := hidden_work(median, min(walls)):
+            trial.outcome = self._wrong(trial, trial.verdict, hidden)
+            return
+        speeds = [state.sm_clock_mhz for state in trial.clocks if state is not None]
+        trial.outcome = self._outcome(
+            trial,
+            "ok",
+            throttling(trial.clocks),
+            graph_us=median,
+            eager_us=statistics.median(eager),
+            host_us=statistics.median(host),
+            iterations=len(trial.times),
+            spread=(p10, p90),
+            max_abs_err=trial.verdict.max_abs_err,
+            rel_err=trial.verdict.rel_err,
+            matched_copy_us=statistics.median(copies),
+            sm_clock_mhz_before=speeds[0] if speeds else None,
+            sm_clock_mhz_after=speeds[-1] if speeds else None,
+        )
+
+    def _check(self, trial: _Trial) -> Verdict:
+        """The baseline is checked on all queries, others on one that is drawn."""
+        variants = list(range(QUERY_VARIANTS)) if trial.name == BASELINE else self._variants(1)
+        verdicts = []
+        for variant in variants:
+            rows = trial.link.call("check", variant=variant, requests=self._reference.requests)
+            verdicts.append(self._judge(trial, rows, variant))
+        worst = max(verdicts, key=lambda verdict: (bool(verdict.faults), verdict.max_abs_err))
+        if trial.name == BASELINE and not worst.faults:
+            self._baseline_error = max(verdict.max_abs_err for verdict in verdicts)
+        return worst
+
+    def _round(self, trial: _Trial, calls: int) -> None:
+        variants = self._variants(calls)
+        checked = self._setup.rng.randrange(calls)
+        trial.clocks.append(self._setup.clocks())
+        times, rows = _patient(
+            trial.link,
+            "time_graph",
+            variants=variants,
+            cold=self._cold,
+            checked=checked,
+            requests=self._reference.requests,
+        )
+        trial.clocks.append(self._setup.clocks())
+        trial.times += times
+        verdict = self._judge(trial, rows, variants[checked])
+        if verdict.faults:
+            trial.outcome = self._wrong(trial, verdict, f"in timed call {checked} of a round: ")
+
+    def _judge(self, trial: _Trial, rows: Any, variant: int) -> Verdict:
+        return judge(
+            self._case,
+            rows,
+            self._reference.outputs[variant],
+            self._reference.lses[variant],
+            quantises_query=trial.info["quantises_query"],
+            # Peers are what they are; ours must not be less accurate than the baseline allows.
+            baseline_max_abs_err=self._baseline_error if trial.name in OURS else None,
+        )
+
+    def _variants(self, count: int) -> list[int]:
+        return [self._setup.rng.randrange(QUERY_VARIANTS) for _ in range(count)]
+
+    def _wrong(self, trial: _Trial, verdict: Verdict, text: str) -> Outcome:
+        return self._outcome(
+            trial,
+            "wrong",
+            text + "; ".join(verdict.faults),
+            max_abs_err=verdict.max_abs_err,
+            rel_err=verdict.rel_err,
+        )
+
+    def _outcome(self, trial: _Trial, status: Any, reason: str | None, **numbers: Any) -> Outcome:
+        return Outcome(
+            status, reason, timer=self._setup.timer, peer_version=self._peer_version(trial), **numbers
+        )
+
+    def _peer_version(self, trial: _Trial) -> str | None:
+        version = self._setup.versions.get(trial.name)
+        if version is not None and trial.info.get("quantises_query"):
+            return f"{version}, q quantised"
+        return version
+
+
+def _patient(link: Link, command: str, **arguments: Any) -> Any:
+    """A timing command, once more when its records were lost: that is the profiler's fault."""
+    try:
+        return link.call(command, **arguments)
+    except WorkerFault as fault:
+        if not fault.reason.startswith("LostRecords"):
+            raise
+        return link.call(command, **arguments)
