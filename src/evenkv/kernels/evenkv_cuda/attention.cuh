@@ -61,8 +61,9 @@ struct Attention {
       for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t pair = q[step][n][half] & 0x7fff7fffu;
-          largest = max(largest, max(pair >> 16, pair & 0xffffu));
+          // Infinity and NaN stay what they are, in their own head: they must not scale the others to zero.
+          const uint32_t first = q[step][n][half] & 0x7fffu, second = q[step][n][half] >> 16 & 0x7fffu;
+          largest = max(largest, max(first < 0x7f80u ? first : 0u, second < 0x7f80u ? second : 0u));
         }
       }
     }

@@ -116,6 +116,12 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
   check_alignment("v_cache", v_cache, 16);
   check_alignment("output", output, 16);
 
+  if (kv_indices.size(0) * P > evenkv::kMostSlots) {
+    TVM_FFI_THROW(ValueError) << "kv_indices: wanted at most " << evenkv::kMostSlots
+                              << " slots (pages times page_size " << P << "), got " << kv_indices.size(0)
+                              << " pages; decode in two calls";
+  }
+
   evenkv::DecodeParams p{};
   p.q = q.data_ptr();
   p.q_stride_batch = q.stride(0);

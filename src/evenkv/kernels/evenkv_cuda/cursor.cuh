@@ -62,7 +62,7 @@ __device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_
   int32_t count = low;
 #pragma unroll
   for (int i = 0; i < 8; ++i) count += __popc(__ballot_sync(kAllLanes, below[i]));
-  return count - 1;
+  return max(count - 1, 0);
 }
 
 // Tiles in shared memory: the 16-byte chunks of a row are permuted by XOR with the row's number, so that a
@@ -96,6 +96,7 @@ class Cursor {
     load_ids(page_.page_of(slot));
     load_requests(find_request(p_.kv_indptr, p_.batch, page_.page_of(slot)));
     take_request(0);
+    slot_ = min(max(slot_, begin_), unit_end_);
   }
 
   // Moves to the next tile; false when the walk is over.

@@ -53,9 +53,11 @@ struct Scratch {
   size_t partial_bytes = 0;
 };
 
-// Two launches that may overlap never share scratch: one per stream, and one per capture, since a graph may
-// be replayed on any stream. Entries live as long as the process.
-using ScratchKey = std::tuple<int, void*, unsigned long long>;
+// Two launches that may overlap never share scratch: one per stream, and within a capture one per captured
+// stream, since a graph may be replayed on any stream and its branches may overlap. Entries live as long as
+// the process.
+using ScratchKey =
+    std::tuple<int, unsigned long long, unsigned long long>;  // device, stream's id, capture's id
 std::mutex scratch_mutex;
 std::map<ScratchKey, Scratch> scratch_of;
 
@@ -63,33 +65,38 @@ size_t counter_count(int workers) {
   return kArrivals + static_cast<size_t>(workers) * kChunksPerWorkerBound * 2;
 }
 
+const char* allocate(Scratch& scratch, int workers, size_t partial_bytes) {
+  const CaptureRelaxed relaxed;
+  const size_t counter_bytes = counter_count(workers) * sizeof(int32_t);
+  cudaStream_t side = nullptr;  // a capture forbids work on the legacy stream
+  const bool bad = failed(cudaMalloc(&scratch.partials, partial_bytes), "allocating scratch") ||
+                   failed(cudaMalloc(&scratch.counters, counter_bytes), "allocating counters") ||
+                   failed(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "cudaStreamCreate") ||
+                   failed(cudaMemsetAsync(scratch.counters, 0, counter_bytes, side), "clearing counters") ||
+                   failed(cudaStreamSynchronize(side), "clearing counters");
+  if (side != nullptr) cudaStreamDestroy(side);
+  if (bad) {
+    cudaFree(scratch.partials);
+    cudaFree(scratch.counters);
+    return message.c_str();
+  }
+  scratch.partial_bytes = partial_bytes;
+  return nullptr;
+}
+
 const char* get_scratch(int device, cudaStream_t stream, int workers, size_t partial_bytes, Scratch& out) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long capture = 0;
-  if (failed(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo"))
+  unsigned long long capture = 0, id = 0;
+  if (failed(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo") ||
+      failed(cudaStreamGetId(stream, &id), "cudaStreamGetId")) {
     return message.c_str();
-  const bool capturing = status == cudaStreamCaptureStatusActive;
-  const ScratchKey key{device, capturing ? nullptr : static_cast<void*>(stream), capturing ? capture : 0};
+  }
+  const ScratchKey key{device, id, status == cudaStreamCaptureStatusActive ? capture : 0};
   const std::lock_guard<std::mutex> lock(scratch_mutex);
   Scratch& scratch = scratch_of[key];
   if (scratch.partial_bytes < partial_bytes) {
-    const CaptureRelaxed relaxed;
-    Scratch fresh;
-    fresh.partial_bytes = partial_bytes;
-    const size_t counter_bytes = counter_count(workers) * sizeof(int32_t);
-    if (failed(cudaMalloc(&fresh.partials, partial_bytes), "allocating scratch") ||
-        failed(cudaMalloc(&fresh.counters, counter_bytes), "allocating counters")) {
-      cudaFree(fresh.partials);
-      return message.c_str();
-    }
-    cudaStream_t side;  // a capture forbids work on the legacy stream
-    if (failed(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "cudaStreamCreate"))
-      return message.c_str();
-    const bool bad = failed(cudaMemsetAsync(fresh.counters, 0, counter_bytes, side), "clearing counters") ||
-                     failed(cudaStreamSynchronize(side), "clearing counters");
-    cudaStreamDestroy(side);
-    if (bad) return message.c_str();
-    // A smaller entry is left alone: a launch in flight may still use it.
+    Scratch fresh;  // a smaller entry's memory is left alone: a launch in flight may still use it
+    if (const char* error = allocate(fresh, workers, partial_bytes)) return error;
     scratch = fresh;
   }
   out = scratch;
@@ -118,7 +125,10 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
       workers_of[device] = workers;
     }
   }
-  const size_t slots = static_cast<size_t>(workers) * (kChunksPerWorkerBound * 2 * kHeads + kWarps * 2);
+  static_assert(sizeof(SharedMemory<kHeads>) <= kSharedBudget,
+                "tuning.cuh counted less than SharedMemory holds");
+  const size_t slots =
+      static_cast<size_t>(workers) * (kChunksPerWorkerBound * 2 * kHeads + kWarps * kPieceSlots);
   Scratch scratch;
   if (const char* error =
           get_scratch(device, stream, workers, slots * kPartialFloats * sizeof(float), scratch)) {
@@ -132,8 +142,12 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
   const int64_t most_slots = units * p.num_kv_indices * p.page_size;
   const int64_t most_chunks = (most_slots + kScheduleTuning.min_chunk - 1) / kScheduleTuning.min_chunk;
   const int grid = static_cast<int>(most_chunks < 1 ? 1 : most_chunks > workers ? workers : most_chunks);
-  decode_kernel<kHeads><<<grid, kThreads, sizeof(SharedMemory<kHeads>), stream>>>(p);
-  return failed(cudaGetLastError(), "launching the kernel") ? message.c_str() : nullptr;
+  void* arguments[] = {&p};
+  return failed(cudaLaunchKernel(decode_kernel<kHeads>, dim3(grid), dim3(kThreads), arguments,
+                                 sizeof(SharedMemory<kHeads>), stream),
+                "launching the kernel")
+             ? message.c_str()
+             : nullptr;
 }
 
 }  // namespace

@@ -56,7 +56,9 @@ template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) uint8_t raw[];
   SharedMemory<kHeads>& shared = *reinterpret_cast<SharedMemory<kHeads>*>(raw);
-  const int32_t unit_slots = __ldg(p.kv_indptr + p.batch) * p.page_size;
+  // Slots count in 32 bits; the binding keeps kv_indices within them, and what lies beyond is no valid table.
+  const int64_t listed = static_cast<int64_t>(__ldg(p.kv_indptr + p.batch)) * p.page_size;
+  const int32_t unit_slots = static_cast<int32_t>(min(max(listed, int64_t{0}), kMostSlots));
   prefetch_inputs(p);
   const int32_t units = p.num_kv_heads * kParts / kHeads;
   // In shared memory: a dozen registers that no thread has to spare.

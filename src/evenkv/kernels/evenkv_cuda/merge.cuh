@@ -98,7 +98,7 @@ __device__ __forceinline__ void write_whole_piece(const DecodeParams& p, int32_t
 }
 
 // A cut piece that a warp left for its block. Index 0: the warp's first piece when others followed it (its
-// partial waits in scratch, since the ring was still in use); index 1: the last piece.
+// partial waits in scratch); index 1: its last piece.
 struct Piece {
   int32_t request, unit;
   uint32_t flags;  // kFirstOfPiece marks a piece that is there; kStartsBefore, kEndsAfter

@@ -64,8 +64,10 @@ __device__ __forceinline__ CutRequest locate_cut(const DecodeParams& p, const Sc
   }
   const int64_t begin = static_cast<int64_t>(unit) * unit_slots + static_cast<int64_t>(page) * p.page_size;
   const int64_t length = static_cast<int64_t>(pages - 1) * p.page_size + last;
-  const int32_t first = chunk_of(schedule, begin);
-  const int32_t last_chunk = chunk_of(schedule, begin + length - 1);
+  // Clamped: with a kv_indptr that is not sorted these could lie anywhere, and they index the counters.
+  const int32_t first = min(chunk_of(schedule, max64(begin, 0)), chunk);
+  const int32_t last_chunk =
+      max(min(chunk_of(schedule, max64(begin + length - 1, 0)), schedule.num_chunks - 1), chunk);
   return {request, unit, first, last_chunk, chunk - (chunk - first) % kGroupChunks};
 }
 

@@ -6,6 +6,9 @@
 
 namespace evenkv {
 
+// kv_indices may list this many slots: with it, sums of two slot counts fit 32 bits.
+constexpr int64_t kMostSlots = int64_t{1} << 30;
+
 // Inputs and outputs of one call. Strides are in elements; the last dimension's stride is 1.
 struct DecodeParams {
   const void* q;  // [batch, num_qo_heads, head_dim]

@@ -20,8 +20,8 @@
 namespace evenkv {
 
 constexpr int kSlotAlignment = 16;        // chunk lengths are multiples of the tensor core's row count
-constexpr int kRounds = 6;                // bounds the number of chunks, and with it the scratch
-constexpr int kChunksPerWorkerBound = 9;  // chunks <= this * workers, see make_schedule
+constexpr int kRounds = 4;                // bounds the number of chunks, and with it the scratch
+constexpr int kChunksPerWorkerBound = 7;  // chunks <= this * workers, see make_schedule
 
 struct ScheduleTuning {
   int32_t min_chunk;           // slots: one tile for each warp of a block

@@ -50,7 +50,7 @@ __device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory
   if (kPiecesInShared && index == 1) return reinterpret_cast<float*>(shared.pieces) + warp * kPartialFloats;
   const int64_t slots = static_cast<int64_t>(p.workers) * kChunksPerWorkerBound * 2 * kHeads;
   return p.partials +
-         (slots + (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * 2 + index) * kPartialFloats;
+         (slots + (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * kPieceSlots + index) * kPartialFloats;
 }
 
 }  // namespace evenkv

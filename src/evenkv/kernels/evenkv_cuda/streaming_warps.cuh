@@ -23,7 +23,7 @@ class Producer {
 
   // Enqueues the next tile, if there is one and it is at most one chunk ahead of `chunks_done`.
   __device__ __forceinline__ void produce(int32_t chunks_done) {
-    if (!more_tiles_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk(claim_chunk());
+    if (!in_chunk_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk(claim_chunk());
     if (in_chunk_) {
       const int lane = threadIdx.x & 31, sub = threadIdx.x / 32 % kHeads;
       const int stage = produced_ % kStages;
@@ -39,8 +39,8 @@ class Producer {
       }
       if (lane == 0) tiles_[stage] = tile;
       ++produced_;
+      copy_async_commit();
     }
-    copy_async_commit();
   }
 
   __device__ __forceinline__ int32_t produced() const { return produced_; }
@@ -101,6 +101,15 @@ class Producer {
   bool at_end_ = false;      // no chunk is left
 };
 
+// Waits until at most `newer` tiles' copies are pending (a group a tile).
+template <int kMost>
+__device__ __forceinline__ void wait_for_oldest(int32_t newer) {
+  if constexpr (kMost > 0) {
+    if (newer < kMost) return wait_for_oldest<kMost - 1>(newer);
+  }
+  copy_async_wait<kMost>();
+}
+
 // A streaming warp: all its parts of the block's chunks.
 template <int kHeads>
 __device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared,
@@ -138,7 +147,7 @@ __device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedM
         attention.start(p, tile.request, heads.head0, heads.heads, heads.kv_head);
         starts_before = tile.flags & kStartsBefore;
       }
-      copy_async_wait<kStages - 1>();
+      wait_for_oldest<kStages - 1>(producer.produced() - 1 - consumed);
       __syncwarp();  // all lanes' copies of the tile arrived
       attention.attend(ring + stage * kTileBytes, tile);
       if (tile.flags & kLastOfPiece) {

@@ -62,10 +62,16 @@ constexpr int kPartialFloats = kUnitHeads * kPartialStride;
 // A warp leaves its cut piece in shared memory where groups up to 8 let it fit, else in scratch.
 constexpr bool kPiecesInShared = kUnitHeads <= 8;
 constexpr int kPieceBytes = kPiecesInShared ? kPartialFloats * 4 : 0;
+constexpr int kPieceSlots =
+    kPiecesInShared ? 1 : 2;  // a warp's pieces in scratch: the early one, and the last
 // The chunk merge splits the chunks among groups of threads where one group is small.
 constexpr bool kMergeInGroups = kUnitHeads * kHeadDim / 4 * 2 <= kMergeThreads;
 constexpr int kSumBytes = kMergeInGroups ? kMergeThreads * 32 : 16;
-constexpr int kStages = (kSharedBudget - kWarps * kPieceBytes - kSumBytes - 2048) / kWarps / kTileBytes;
+constexpr int kSmallBytes = 1024;  // tiles' descriptions, schedule, claims: SharedMemory checks it
+constexpr int kMostStages = 4;     // beyond, small tiles only lengthen the list of descriptions
+constexpr int kStagesThatFit =
+    (kSharedBudget - kWarps * kPieceBytes - kSumBytes - kSmallBytes) / kWarps / kTileBytes;
+constexpr int kStages = kStagesThatFit < kMostStages ? kStagesThatFit : kMostStages;
 constexpr int kRingBytes = kStages * kTileBytes;
 static_assert(kStages >= 2, "no room for two tiles a warp");
 
