@@ -7,6 +7,7 @@ implementation (`subject.Subject`), over the owner's memory. Only one of them us
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,7 @@ from evenkv.bench.case import Case
 from evenkv.bench.device import builds, selftest
 from evenkv.bench.device.clocks import Clocks
 from evenkv.bench.device.inputs import pool_bytes, seed_of
-from evenkv.bench.device.trial import BASELINE, Setup, measure_case
+from evenkv.bench.device.trial import Setup, measure_case
 from evenkv.bench.device.worker import Worker, WorkerFault
 from evenkv.bench.protocol import DeviceFacts, DeviceLost, Outcome
 from evenkv.bench.record import IMPLEMENTATIONS, Timer
@@ -207,7 +208,8 @@ class CudaDevice:
                 raise EvenkvError(
                     f"GPU {self._index} cannot be used: {fault.reason}.", _START_REMEDY
                 ) from fault
-            self.timer_note = f"CUPTI does not work here, events are the timer: {fault.reason}"
+            self.timer_note = f"CUPTI does not work here, CUDA events are the timer of all rows: {fault.reason}"
+            warnings.warn(self.timer_note, stacklevel=3)
             try:
                 self._open("events")
             except WorkerFault as second:
@@ -310,6 +312,4 @@ class _Link:
         return self._device._call_subject(self._name, command, arguments)
 
 
-_START_REMEDY = "Check `nvidia-smi` and `evenkv doctor`; --timer events does without CUPTI."
-
-__all__ = ["BASELINE", "CudaDevice"]
+_START_REMEDY = "Check `nvidia-smi` and `evenkv doctor`; EVENKV_BENCH_TIMER=events does without CUPTI."

@@ -48,14 +48,7 @@ class Keeper:
 
     def facts(self) -> dict[str, Any]:
         """Name, identity and versions of the GPU."""
-        properties = torch.cuda.get_device_properties(self._machine.device)
-        return {
-            "gpu": properties.name,
-            "uuid": f"GPU-{properties.uuid}",
-            "cuda": torch.version.cuda,
-            "torch": torch.__version__,
-            "l2_bytes": properties.L2_cache_size,
-        }
+        return self._machine.facts()
 
     def free_bytes(self) -> int:
         return self._machine.free_bytes()

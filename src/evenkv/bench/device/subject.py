@@ -24,7 +24,7 @@ from evenkv.bench.device.inputs import (
     make_pool,
     pool_bytes,
 )
-from evenkv.bench.device.timing import CudaMachine, EventTimer
+from evenkv.bench.device.timing import CudaMachine
 
 _WARM_UP_CALLS = 2
 _TRIAL_REPLAYS = 5
@@ -218,8 +218,8 @@ class Subject:
     def _trial_us(self, running: _Running) -> float:
         before = [self._machine.flush] * _TRIAL_REPLAYS
         running.replay()
-        timer = EventTimer() if isinstance(self._machine, CudaMachine) else self._machine.timer
-        return statistics.median(timer.times(running.replay, before, lambda _: None))
+        times = self._machine.trial_timer().times(running.replay, before, lambda _: None)
+        return statistics.median(times)
 
     def _before(self, returned: Returned, variant: int, cold: bool) -> Callable[[], None]:
         def prepare() -> None:

@@ -99,7 +99,7 @@ class CuptiTimer:
         except Exception as error:
             raise EvenkvError(
                 f"CUPTI does not work here: {type(error).__name__}: {error}.",
-                "Stop other profilers, or time with events (--timer events), which is another timer.",
+                "Stop other profilers, or set EVENKV_BENCH_TIMER=events, which is another timer.",
             ) from error
 
     def times(self, call: Call, before: Sequence[Call], after: Callable[[int], None]) -> list[float]:
@@ -135,7 +135,7 @@ def _buffer_requested() -> tuple[int, int]:
 
 
 def _import_cupti() -> Any:
-    remedy = "`pip install cupti-python` (13 or later), or time with events (--timer events), another timer."
+    remedy = "`pip install cupti-python` (13 or later), or set EVENKV_BENCH_TIMER=events, another timer."
     try:
         version = importlib.metadata.version("cupti-python")
         from cupti import cupti
@@ -151,16 +151,18 @@ def make_timer(name: str) -> Timer:
     return CuptiTimer() if name == "cupti" else EventTimer()
 
 
-def host_times(call: Call, before: Sequence[Call]) -> list[float]:
+def host_times(
+    call: Call, before: Sequence[Call], wait: Call = torch.cuda.synchronize
+) -> list[float]:
     """Microseconds of CPU time that each call takes to return; the device's queue is empty before each."""
     times = []
     for prepare in before:
         prepare()
-        torch.cuda.synchronize()
+        wait()
         begin = time.perf_counter_ns()
         call()
         times.append((time.perf_counter_ns() - begin) / 1e3)
-    torch.cuda.synchronize()
+    wait()
     return times
 
 
@@ -237,6 +239,20 @@ class CudaMachine:
 
     def wall_times(self, call: Call, before: Sequence[Call]) -> list[float]:
         return wall_times(call, before)
+
+    def facts(self) -> dict[str, Any]:
+        """Name and identity of the GPU, versions of CUDA and torch."""
+        properties = torch.cuda.get_device_properties(self.device)
+        return {
+            "gpu": properties.name,
+            "uuid": f"GPU-{properties.uuid}",
+            "cuda": torch.version.cuda,
+            "torch": torch.__version__,
+        }
+
+    def trial_timer(self) -> Timer:
+        """Good enough to choose between settings, and quick to start."""
+        return EventTimer()
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0]
