@@ -1,0 +1,43 @@
+"""tools/kernel_lab.py: its edits must keep hitting the sources they name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import kernel_lab  # noqa: E402
+import kernel_variants  # noqa: E402
+
+from evenkv.spec.family import SEED_DEFINITION, parse_name  # noqa: E402
+
+
+@pytest.fixture
+def with_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernel_variants.VARIANTS, "timeline", kernel_variants.TIMELINE)
+
+
+@pytest.mark.parametrize("variant", [*kernel_variants.VARIANTS, "timeline"])
+@pytest.mark.usefixtures("with_timeline")
+def test_every_edit_hits_and_changes_the_solution(variant: str) -> None:
+    spec = parse_name(SEED_DEFINITION)
+    solution = kernel_lab.variant_solution(variant, spec)
+    assert solution.name == f"evenkv_cuda_h5_kv1_d128_ps1_{variant}"
+    sources = {source.path: source.content for source in solution.sources}
+    for file, _, replacement in kernel_variants.VARIANTS[variant]:
+        assert replacement in sources[file]
+
+
+def test_an_edit_that_misses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernel_variants.VARIANTS, "stale", [("tuning.cuh", "no such text", "")])
+    with pytest.raises(SystemExit, match=r"stale: tuning\.cuh does not hold 'no such text'"):
+        kernel_lab.variant_solution("stale", parse_name(SEED_DEFINITION))
+
+
+def test_cases_are_distinct_and_the_captured_step_is_whole() -> None:
+    cases = {case.name: case for case in kernel_lab.lab_cases()}
+    assert len(cases) == len(kernel_lab.lab_cases())
+    assert sum(cases["63 requests h5"].lengths) == 19134

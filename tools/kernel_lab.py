@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""Compare variants of the CUDA kernel's source on a GPU, in one call: the loop behind docs/kernel-log.md.
+
+A variant is a list of (file, text, replacement) over the authored sources, in `kernel_variants.py` beside
+this file. Every variant is built first, in parallel; then each case is measured with all variants in turn, so that
+a row compares like with like. Times are CUDA-graph replays between CUDA events, with L2 flushed by READING a
+buffer before each (a flush that writes leaves dirty lines, whose write-back slows the kernel by 10 us): good
+for ranking variants, not a record. The record is `evenkv bench`.
+
+    python tools/kernel_lab.py                              all variants, all cases
+    python tools/kernel_lab.py --variants base,rounds --cases "b32 L4096"
+    python tools/kernel_lab.py --timeline --cases "b32 L4096 kv8 bf16"   cycles of each stage
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from flashinfer_bench.data import Solution
+
+sys.path.insert(0, str(Path(__file__).parent))
+import kernel_variants
+
+from evenkv.library.build import build_solution
+from evenkv.numerics.bytes import kv_bytes
+from evenkv.pack.manifest import find_kernel
+from evenkv.pack.render import pack_solution
+from evenkv.paths import Repository
+from evenkv.spec.family import DecodeSpec
+
+ITERATIONS = 20
+
+
+@dataclass(frozen=True)
+class LabCase:
+    name: str
+    spec: DecodeSpec
+    lengths: tuple[int, ...]
+
+
+def lab_cases() -> list[LabCase]:
+    """Where versions differ: tiny, small, mid-size, large, one long request among short ones."""
+    cases = []
+    for kv_dtype, label in (("bfloat16", "bf16"), ("float8_e4m3fn", "fp8")):
+        for batch, context, kv in (
+            (1, 1024, 8),
+            (8, 1024, 8),
+            (1, 131072, 8),
+            (32, 4096, 4),
+            (32, 4096, 8),
+            (128, 2048, 8),
+            (256, 8192, 8),
+        ):
+            spec = DecodeSpec(32, kv, 128, 16, kv_dtype)
+            cases.append(LabCase(f"b{batch} L{context} kv{kv} {label}", spec, (context,) * batch))
+        skewed = (131072, *[1024] * 63)
+        cases.append(LabCase(f"128k+63x1k kv8 {label}", DecodeSpec(32, 8, 128, 16, kv_dtype), skewed))
+    scout = DecodeSpec(5, 1, 128, 1)
+    cases += [
+        LabCase("91 tokens h5", scout, (91,)),
+        LabCase("63 requests h5", scout, _captured_lengths()),
+        LabCase("b64 L8192 h5 ps1", scout, (8192,) * 64),
+    ]
+    return cases
+
+
+def _captured_lengths() -> tuple[int, ...]:
+    """Tokens of the requests of the captured Llama 4 Scout step."""
+    text = (Path(__file__).parents[1] / "src/evenkv/workloads/captured.json").read_text()
+    indptr = next(w["kv_indptr"] for w in json.loads(text)["workloads"] if len(w["kv_indptr"]) == 64)
+    return tuple(after - before for before, after in zip(indptr, indptr[1:], strict=False))
+
+
+def variant_solution(variant: str, spec: DecodeSpec) -> Solution:
+    """The packed solution with the variant's edits. An edit that hits nothing is an error: sources move on."""
+    solution = pack_solution(find_kernel(Repository(Path()), "evenkv_cuda"), spec)
+    fields = solution.model_dump(mode="json")
+    fields["name"] += f"_{variant}"
+    for file, text, replacement in kernel_variants.VARIANTS[variant]:
+        (source,) = (s for s in fields["sources"] if s["path"] == file)
+        if text not in source["content"]:
+            raise SystemExit(f"variant {variant}: {file} does not hold {text!r}; amend kernel_variants.py")
+        source["content"] = source["content"].replace(text, replacement)
+    return Solution.model_validate(fields)
+
+
+def _build(job: tuple[str, DecodeSpec]) -> str | None:
+    try:
+        build_solution(variant_solution(*job))
+    except Exception as error:
+        return f"{job[0]} {job[1].short_name}: {str(error)[-2000:]}"
+    return None
+
+
+def build_all(jobs: set[tuple[str, DecodeSpec]]) -> None:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        faults = [fault for fault in pool.map(_build, jobs) if fault]
+    if faults:
+        raise SystemExit("\n".join(faults))
+
+
+def draw(case: LabCase) -> list[Any]:
+    """Arguments of one call, drawn on the device; pages in random order."""
+    spec, device = case.spec, "cuda"
+    generator = torch.Generator(device=device).manual_seed(1)
+    pages = torch.tensor([-(-n // spec.page_size) for n in case.lengths], device=device)
+    pool = int(pages.sum()) + 8
+    dtype = torch.float8_e4m3fn if spec.is_fp8 else torch.bfloat16
+    shape = (pool, spec.page_size, spec.num_kv_heads, spec.head_dim)
+
+    def cache() -> torch.Tensor:
+        filled = torch.empty(shape, dtype=dtype, device=device)
+        for part in filled.split(max(1, (1 << 26) // (shape[1] * shape[2] * shape[3]))):
+            part.copy_(torch.randn(part.shape, device=device, generator=generator).to(dtype))
+        return filled
+
+    arguments = [
+        torch.randn(
+            len(case.lengths), spec.num_qo_heads, spec.head_dim, device=device, generator=generator
+        ).to(torch.bfloat16),
+        cache(),
+        cache(),
+        torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
+        torch.randperm(pool, device=device, generator=generator)[: pool - 8].int(),
+    ]
+    if spec.has_last_page_len:
+        arguments.append((torch.tensor(case.lengths, device=device) - (pages - 1) * spec.page_size).int())
+    if spec.is_fp8:
+        arguments += [torch.ones(spec.num_kv_heads, device=device) for _ in range(2)]
+    output = torch.empty_like(arguments[0])
+    return [*arguments, spec.head_dim**-0.5, output, torch.empty(output.shape[:2], device=device)]
+
+
+def flush(buffer: torch.Tensor) -> None:
+    torch.amax(buffer, 0)
+
+
+def time_graph(call: Any, arguments: list[Any], buffer: torch.Tensor) -> float:
+    """Median microseconds of a replay."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call(*arguments)
+    return _median(graph.replay, buffer)
+
+
+def _median(call: Any, buffer: torch.Tensor) -> float:
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(ITERATIONS)
+    ]
+    for start, end in events:
+        flush(buffer)
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) * 1e3 for start, end in events)[ITERATIONS // 2]
+
+
+def copy_peak(buffer: torch.Tensor) -> float:
+    """Bytes per microsecond of a 2 GiB device-to-device copy, read and write counted."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _median(lambda: target.copy_(source), buffer)
+
+
+def compare(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> None:
+    peak = copy_peak(buffer)
+    one = torch.empty(1, device="cuda")
+    print(
+        f"{torch.cuda.get_device_name()}, copy {peak / 1e6:.3f} TB/s, one element {_median(one.zero_, buffer):.1f} us"
+    )
+    print(f"{'case':24s}" + "".join(f"{variant:>16s}" for variant in variants))
+    for case in cases:
+        arguments = draw(case)
+        limit = kv_bytes(case.spec, case.lengths) / peak
+        first, cells = None, []
+        for variant in variants:
+            call = build_solution(variant_solution(variant, case.spec))
+            micros = time_graph(call, arguments, buffer)
+            output = arguments[-2].float().clone()
+            first = output if first is None else first
+            error = ((output - first).norm() / first.norm()).item()
+            cells.append(
+                f"{micros:8.1f} "
+                + (f"{100 * limit / micros:5.0f}%" if error < 5e-3 else f"WRONG {error:.0e}")
+            )
+        print(f"{case.name:24s}" + "".join(f"{cell:>16s}" for cell in cells), flush=True)
+        del arguments
+        torch.cuda.empty_cache()
+
+
+def timeline(cases: list[LabCase], buffer: torch.Tensor) -> None:
+    """Prints, from the device, what each streaming warp of two blocks spent its cycles on."""
+    kernel_variants.VARIANTS["timeline"] = kernel_variants.TIMELINE
+    for case in cases:
+        call = build_solution(variant_solution("timeline", case.spec))
+        arguments = draw(case)
+        for run in range(2):  # the first one pays for loading the module
+            flush(buffer)
+            torch.cuda.synchronize()
+            print(f"{case.name}, run {run}", flush=True)
+            call(*arguments)
+            torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variants", default=",".join(kernel_variants.VARIANTS))
+    parser.add_argument("--cases", default="", help="comma-separated parts of case names; empty: all")
+    parser.add_argument("--timeline", action="store_true")
+    chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("kernel_lab: wanted a CUDA GPU, found none.")
+    parts = [part for part in chosen.cases.split(",") if part]
+    cases = [case for case in lab_cases() if not parts or any(part in case.name for part in parts)]
+    buffer = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
+    if chosen.timeline:
+        timeline(cases, buffer)
+        return
+    variants = chosen.variants.split(",")
+    build_all({(variant, case.spec) for variant in variants for case in cases})
+    compare(variants, cases, buffer)
+
+
+if __name__ == "__main__":
+    main()
