@@ -125,7 +125,7 @@ def run_on_ray(
         if slots < 1:
             raise EvenkvError(f"--ray {address}: the cluster has no GPU.", "Add a node with one.")
         # Ray's own retries would hide what was lost; ours run on another node and are reported.
-        remote = ray.remote(num_gpus=gpus, num_cpus=1, max_retries=0, max_calls=1)(measure)
+        remote = ray.remote(num_gpus=gpus, num_cpus=1, max_retries=0)(measure)
         return _Pool(ray, remote, job, path_of, deadline, progress, slots).run(cases)
     finally:
         ray.shutdown()

@@ -93,13 +93,19 @@ def bench(
     )
     # A batch system ends a run so: finished rows stay and the workers end, as with Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
+    with warnings.catch_warnings():
+        warnings.showwarning = _plain_warning
+        _bench(options, gpus, ray, list_cases, report)
+
+
+def _bench(options: Options, gpus: str | None, ray: str | None, list_cases: bool, report: bool) -> None:
     repository = find_repository()
     if report:
-        _write_report(repository, as_json)
+        _write_report(repository, options.as_json)
         return
     chosen = _cases(options)
     if list_cases:
-        _list(chosen, as_json)
+        _list(chosen, options.as_json)
         return
     try:
         if ray is not None:
@@ -114,6 +120,11 @@ def bench(
             "Go on with the same command and --resume.",
             exit_code=1,
         ) from None
+
+
+def _plain_warning(message: Any, *rest: Any, **more: Any) -> None:
+    """A remark for the user, without the place in the code."""
+    stderr.print(str(message), markup=False, highlight=False, soft_wrap=True)
 
 
 def _interrupt(number: int, frame: Any) -> None:
