@@ -2,10 +2,10 @@
 """Compare variants of the CUDA kernel's source on a GPU, in one call: the loop behind docs/kernel-log.md.
 
 A variant is a list of (file, text, replacement) over the authored sources, in `kernel_variants.py` beside
-this file. Every variant is built first, in parallel; then each case is measured with all variants in turn, so that
-a row compares like with like. Times are CUDA-graph replays between CUDA events, with L2 flushed by READING a
-buffer before each (a flush that writes leaves dirty lines, whose write-back slows the kernel by 10 us): good
-for ranking variants, not a record. The record is `evenkv bench`.
+this file. Every variant is built first, in parallel; then each case is measured with all variants in turn,
+so that a row compares like with like. Times are CUDA-graph replays between CUDA events, with L2 flushed by
+READING a buffer before each (a flush that writes leaves dirty lines, whose write-back slows the kernel by
+10 us): good for ranking variants, not a record. The record is `evenkv bench`.
 
     python tools/kernel_lab.py                              all variants, all cases
     python tools/kernel_lab.py --variants base,rounds --cases "b32 L4096"
@@ -81,7 +81,7 @@ def _captured_lengths() -> tuple[int, ...]:
 
 
 def variant_solution(variant: str, spec: DecodeSpec) -> Solution:
-    """The packed solution with the variant's edits. An edit that hits nothing is an error: sources move on."""
+    """The packed solution with the variant's edits. An edit that hits nothing is an error."""
     solution = pack_solution(find_kernel(Repository(Path()), "evenkv_cuda"), spec)
     fields = solution.model_dump(mode="json")
     fields["name"] += f"_{variant}"
@@ -180,8 +180,9 @@ def copy_peak(buffer: torch.Tensor) -> float:
 def compare(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> None:
     peak = copy_peak(buffer)
     one = torch.empty(1, device="cuda")
+    launch = _median(one.zero_, buffer)
     print(
-        f"{torch.cuda.get_device_name()}, copy {peak / 1e6:.3f} TB/s, one element {_median(one.zero_, buffer):.1f} us"
+        f"{torch.cuda.get_device_name()}, copy {peak / 1e6:.3f} TB/s, a kernel of one element {launch:.1f} us"
     )
     print(f"{'case':24s}" + "".join(f"{variant:>16s}" for variant in variants))
     for case in cases:

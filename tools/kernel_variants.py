@@ -1,4 +1,4 @@
-"""What tools/kernel_lab.py compares: edits of the authored sources, by name. "base" is the source as it is."""
+"""What tools/kernel_lab.py compares: edits of the authored sources. "base" is the source as it is."""
 
 _TUNING = "constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 16384, 512};"
 
