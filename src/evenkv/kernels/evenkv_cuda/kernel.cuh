@@ -25,6 +25,12 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
     if (p.kv_last_page_len != nullptr && i * kLineInts < p.batch)
       prefetch_l2(p.kv_last_page_len + i * kLineInts);
   }
+  // Page ids of small problems; large ones read theirs far ahead of use.
+  if (p.num_kv_indices <= kPrefetchedIds) {
+    for (int32_t i = thread; i * kLineInts < p.num_kv_indices; i += threads) {
+      prefetch_l2(p.kv_indices + i * kLineInts);
+    }
+  }
   const int32_t heads = p.num_kv_heads * kGroupSize;
   for (int32_t i = thread; i < p.batch * heads * kRowLines; i += threads) {
     const int32_t row = i / kRowLines, request = row / heads;

@@ -49,6 +49,12 @@ EVENKV_HOST_DEVICE int64_t align_slots(int64_t slots) {
   return (slots + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
 
+// a / b for a >= 0, b > 0. A GPU divides 64-bit numbers in a long subroutine; these are small almost always.
+EVENKV_HOST_DEVICE int64_t divide(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
 EVENKV_HOST_DEVICE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // A round's chunk length: 3/4 of a worker's share, then 1/8, 1/16, 1/32 ...
@@ -61,7 +67,7 @@ EVENKV_HOST_DEVICE Schedule make_schedule(int64_t total, int32_t workers, Schedu
   Schedule s;
   s.total = total;
   s.workers = workers;
-  s.per_worker = (total + workers - 1) / workers;
+  s.per_worker = divide(total + workers - 1, workers);
   s.tail_begin = 0;
   s.tail_first = 0;
   int64_t tail = max64(tuning.min_chunk, align_slots(s.per_worker));
@@ -73,11 +79,11 @@ EVENKV_HOST_DEVICE Schedule make_schedule(int64_t total, int32_t workers, Schedu
       s.tail_first += workers;
     }
     // At most about two pieces a worker are left to the tail, however large the batch is.
-    const int64_t left_per_worker = (total - s.tail_begin + workers - 1) / workers;
+    const int64_t left_per_worker = divide(total - s.tail_begin + workers - 1, workers);
     tail = max64(tuning.tail_chunk, align_slots((left_per_worker + 1) / 2));
   }
   s.tail_slots = static_cast<int32_t>(tail);
-  s.num_chunks = s.tail_first + static_cast<int32_t>((total - s.tail_begin + tail - 1) / tail);
+  s.num_chunks = s.tail_first + static_cast<int32_t>(divide(total - s.tail_begin + tail - 1, tail));
   return s;
 }
 
@@ -102,12 +108,12 @@ EVENKV_HOST_DEVICE ChunkRange chunk_range(const Schedule& s, int32_t chunk) {
 // The chunk that holds a position, 0 <= position < total.
 EVENKV_HOST_DEVICE int32_t chunk_of(const Schedule& s, int64_t position) {
   if (position >= s.tail_begin) {
-    return s.tail_first + static_cast<int32_t>((position - s.tail_begin) / s.tail_slots);
+    return s.tail_first + static_cast<int32_t>(divide(position - s.tail_begin, s.tail_slots));
   }
   int32_t first = 0;
   for (int k = 0;; ++k) {
     const int64_t slots = round_slots(s.per_worker, k);
-    if (position < slots * s.workers) return first + static_cast<int32_t>(position / slots);
+    if (position < slots * s.workers) return first + static_cast<int32_t>(divide(position, slots));
     position -= slots * s.workers;
     first += s.workers;
   }

@@ -59,7 +59,7 @@ class Producer {
         static_cast<int32_t>(align_slots((chunk_slots + kBlockParts - 1) / kBlockParts));
     const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
     const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
-    const int32_t unit = static_cast<int32_t>(begin / unit_slots_);
+    const int32_t unit = static_cast<int32_t>(divide(begin, unit_slots_));
     cursor_.begin(unit, static_cast<int32_t>(begin - static_cast<int64_t>(unit) * unit_slots_), slots);
     more_tiles_ = cursor_.next();
     in_chunk_ = true;

@@ -84,6 +84,9 @@ constexpr float kRescaleThreshold = 8.0f;
 // begin and end still cost more than the balance gains.
 constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 16384, 512};
 
+// kv_indices up to this length goes to L2 at the start (1 MB): a cold trip less before the first copies.
+constexpr int32_t kPrefetchedIds = 1 << 18;
+
 // fp8 caches with an even number of KV heads: two heads a block from this many slots (all heads) on.
 constexpr int64_t kPairHeadsFromSlots = 1 << 21;
 
