@@ -9,7 +9,7 @@ READING a buffer before each (a flush that writes leaves dirty lines, whose writ
 
     python tools/kernel_lab.py                              all variants, all cases
     python tools/kernel_lab.py --variants base,rounds --cases "b32 L4096"
-    python tools/kernel_lab.py --timeline --cases "b32 L4096 kv8 bf16"   cycles of each stage
+    python tools/kernel_lab.py --timeline --variants rounds --cases "b32 L4096 kv8 bf16"   cycles of each stage
 """
 
 from __future__ import annotations
@@ -204,16 +204,17 @@ def compare(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> 
         torch.cuda.empty_cache()
 
 
-def timeline(cases: list[LabCase], buffer: torch.Tensor) -> None:
+def timeline(variant: str, cases: list[LabCase], buffer: torch.Tensor) -> None:
     """Prints, from the device, what each streaming warp of two blocks spent its cycles on."""
-    kernel_variants.VARIANTS["timeline"] = kernel_variants.TIMELINE
+    name = f"{variant}, timed"
+    kernel_variants.VARIANTS[name] = [*kernel_variants.VARIANTS[variant], *kernel_variants.TIMELINE]
     for case in cases:
-        call = build_solution(variant_solution("timeline", case.spec))
+        call = build_solution(variant_solution(name, case.spec))
         arguments = draw(case)
         for run in range(2):  # the first one pays for loading the module
             flush(buffer)
             torch.cuda.synchronize()
-            print(f"{case.name}, run {run}", flush=True)
+            print(f"{name}: {case.name}, run {run}", flush=True)
             call(*arguments)
             torch.cuda.synchronize()
 
@@ -229,10 +230,11 @@ def main() -> None:
     parts = [part for part in chosen.cases.split(",") if part]
     cases = [case for case in lab_cases() if not parts or any(part in case.name for part in parts)]
     buffer = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
-    if chosen.timeline:
-        timeline(cases, buffer)
-        return
     variants = chosen.variants.split(",")
+    if chosen.timeline:
+        for variant in variants:
+            timeline(variant, cases, buffer)
+        return
     build_all({(variant, case.spec) for variant in variants for case in cases})
     compare(variants, cases, buffer)
 

@@ -11,11 +11,67 @@ def _schedule(single_round_slots: int, tail_chunk: int) -> tuple[str, str, str]:
 _FIRST_ROUND = "round == 0 ? per_worker - (per_worker >> 2) : per_worker >> (round + 2)"
 _SEVEN_EIGHTHS = "round == 0 ? per_worker - (per_worker >> 3) : per_worker >> (round + 3)"
 
+_ROUNDS = [_schedule(1024, 256)]
+_COPY = (
+    'asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" '
+    '::"r"(dst), "l"(src), "r"(valid) : "memory");'
+)
+
+# Draws the next ticket three tiles before the part ends, and brings that chunk's page ids to L2 meanwhile.
+_CLAIM_AHEAD = [
+    (
+        "streaming_warps.cuh",
+        "    if (!in_chunk_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk(claim_chunk());\n",
+        """    const bool near_end = !in_chunk_ || cursor_.slots_left() <= 3 * kTileTokens;
+    if (next_chunk_ < 0 && near_end && !at_end_ && chunks_begun_ <= chunks_done + 1) {
+      next_chunk_ = claim_chunk();
+      if (next_chunk_ < schedule_.num_chunks) {
+        const ChunkRange range = chunk_range(schedule_, next_chunk_);
+        const int64_t first = range.begin + (range.end - range.begin) * (threadIdx.x / 32) / kWarps;
+        const int32_t page = static_cast<int32_t>(first % unit_slots_) / p_.page_size;
+        const int32_t entry = page + threadIdx.x % 32 * 32;
+        if (threadIdx.x % 32 < 4 && entry < p_.num_kv_indices) prefetch_l2(p_.kv_indices + entry);
+      }
+    }
+    if (!in_chunk_ && next_chunk_ >= 0) {
+      enter_chunk(next_chunk_);
+      next_chunk_ = -1;
+    }
+""",
+    ),
+    (
+        "streaming_warps.cuh",
+        "  int32_t produced_ = 0, chunks_begun_ = 0;\n",
+        "  int32_t produced_ = 0, chunks_begun_ = 0, next_chunk_ = -1;\n",
+    ),
+    (
+        "cursor.cuh",
+        "  __device__ __forceinline__ int32_t unit() const { return unit_; }\n",
+        "  __device__ __forceinline__ int32_t unit() const { return unit_; }\n"
+        "  __device__ __forceinline__ int32_t slots_left() const { return unit_end_ - slot_ + left_; }\n",
+    ),
+]
+
 VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "base": [],
-    "rounds": [_schedule(1024, 256)],
-    "rounds 7/8": [_schedule(1024, 256), ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
+    "rounds": _ROUNDS,
+    "rounds 7/8": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
+    "claim ahead": [*_ROUNDS, *_CLAIM_AHEAD],
     "no pairs": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = int64_t{1} << 40")],
+    "no id prefetch": [("tuning.cuh", "kPrefetchedIds = 1 << 18", "kPrefetchedIds = 0")],
+    # DRAM is asked for the whole row at its first 32 bytes.
+    "256B sectors": [("ptx.cuh", _COPY, _COPY.replace("shared.global ", "shared.global.L2::256B "))],
+    # K and V leave L2 first: page ids, queries and partials stay.
+    "evict first": [
+        (
+            "ptx.cuh",
+            _COPY,
+            "uint64_t policy;\n"
+            '  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));\n  '
+            'asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst),\n'
+            '               "l"(src), "r"(valid), "l"(policy) : "memory");',
+        )
+    ],
 }
 
 _STREAM = "streaming_warps.cuh"
