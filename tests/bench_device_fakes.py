@@ -1,5 +1,7 @@
-"""A simulated GPU for the harness: real tensors on the CPU, a timeline of streams instead of a clock, and kernels,
-honest and cheating, that put their work on it."""
+"""A simulated GPU for the harness: tensors on the CPU, a timeline of streams instead of a clock.
+
+Kernels, honest and cheating, write real outputs and put their work on the timeline.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 
 from evenkv.bench.case import Case
-from evenkv.bench.device import inputs, keeper, subject
+from evenkv.bench.device import inputs, keeper, subject, timing
 from evenkv.bench.device.clocks import ClockState
 from evenkv.bench.device.correctness import reference_rows
 from evenkv.bench.device.implementations.base import Implementation, Prepared, bf16_outputs
@@ -64,7 +66,7 @@ class SimulatedGpu:
         def flush(_: int) -> None:
             if self.lose_records:
                 self.lose_records -= 1
-                del self.records[:1]
+                self.records.remove(next(r for r in self.records if "spin" in r.name))
             callbacks[-1](self.records if enabled else [])
             self.records = []
 
@@ -97,8 +99,6 @@ class SimulatedGpu:
         return self.timer
 
     def host_times(self, call: Callable[[], None], before: Sequence[Callable[[], None]]) -> list[float]:
-        from evenkv.bench.device import timing
-
         return timing.host_times(call, before, self.synchronize)
 
     def wall_times(self, call: Callable[[], None], before: Sequence[Callable[[], None]]) -> list[float]:
@@ -118,15 +118,14 @@ class SimulatedGpu:
     def free_bytes(self) -> int:
         return 64 << 30
 
+    def held_bytes(self) -> int:
+        return 0
+
     def collect(self) -> None:
         pass
 
     def classify(self, error: Exception) -> tuple[str, bool]:
-        from evenkv.bench.device.spans import StrayWork
-
-        if isinstance(error, StrayWork):
-            return "wrong", False
-        return "refused", isinstance(error, Poisoned)
+        return timing.status_of(error), isinstance(error, Poisoned)
 
 
 class _SimulatedEvents:
@@ -228,7 +227,9 @@ class SimulatedKeeper(keeper.Keeper):
 class LocalLink:
     """A handler in this process behind the interface of `worker.Worker`."""
 
-    def __init__(self, make: Callable[[], Any], log: list[tuple[str, str]] | None = None, name: str = "") -> None:
+    def __init__(
+        self, make: Callable[[], Any], log: list[tuple[str, str]] | None = None, name: str = ""
+    ) -> None:
         self._make, self._log, self.name = make, log if log is not None else [], name
         self.handler: Any = None
         self.generation = 0
@@ -294,7 +295,7 @@ def run_case(
     log: list[tuple[str, str]] | None = None,
     lose_records: int = 0,
 ) -> dict[str, Outcome]:
-    """Measure a case with the given kernels on simulated GPUs, through the real trial, subjects and keeper."""
+    """Measure a case with kernels on simulated GPUs, through the real trial, subjects and keeper."""
     owner = SimulatedKeeper(0, timer, machine=SimulatedGpu(timer))
     owner.allocate(inputs.pool_bytes(case), case.kv_bytes(), case.kv_dtype, seed=1)
     links: dict[str, LocalLink] = {}

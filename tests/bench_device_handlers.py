@@ -40,3 +40,37 @@ class Handler:
 
     def hang(self) -> None:
         time.sleep(600)
+
+
+class GpuHandler:
+    """Misbehaves on a real GPU."""
+
+    def __init__(self) -> None:
+        from evenkv.bench.device.timing import CudaMachine
+
+        self.machine = CudaMachine(0, "events")
+
+    def classify(self, error: Exception) -> tuple[str, bool]:
+        return self.machine.classify(error)
+
+    def add(self) -> float:
+        import torch
+
+        return float(torch.ones(1, device=self.machine.device) + 1)
+
+    def spin(self) -> None:
+        import torch
+
+        torch.cuda._sleep(1 << 45)  # hours
+        torch.cuda.synchronize()
+
+    def assert_on_device(self) -> None:
+        import torch
+
+        index = torch.tensor([1 << 20], device=self.machine.device)
+        torch.zeros(4, device=self.machine.device)[index].sum().item()
+
+    def run_out(self) -> None:
+        import torch
+
+        torch.empty(1 << 44, dtype=torch.uint8, device=self.machine.device)

@@ -1,4 +1,4 @@
-"""B1 to B7 of other harnesses' faults: each time a cheat that would have passed, and a harness that catches it."""
+"""B1 to B7 of other harnesses' faults: a cheat that would have passed, and a harness that catches it."""
 
 from __future__ import annotations
 
@@ -108,10 +108,14 @@ def test_b3_a_time_that_memory_cannot_give_is_a_failure() -> None:
     case = Case(32, 4096, None, 32, 8, 128, 16)
     facts = DeviceFacts("Simulated", None, None, None, datasheet_gbps=4800.0)
     judge_rows = Judge(facts, 4200.0, Provenance({"evenkv-cuda": "0"}, None))
-    honest = Outcome("ok", None, 130.0, 140.0, 9.0, 100, (129.0, 131.0), 1e-3, 1e-3, 130.0, "cupti", 1980, 1980)
+    honest = Outcome(
+        "ok", None, 130.0, 140.0, 9.0, 100, (129.0, 131.0), 1e-3, 1e-3, 130.0, "cupti", 1980, 1980
+    )
     assert judge_rows.row(case, "evenkv-cuda", honest).status == "ok"
     for time_us in (0.0, 0.5, 100.0):  # 512 MiB take 112 us at 4.8 TB/s
-        row = judge_rows.row(case, "evenkv-cuda", replace(honest, graph_us=time_us, spread=(time_us, time_us)))
+        row = judge_rows.row(
+            case, "evenkv-cuda", replace(honest, graph_us=time_us, spread=(time_us, time_us))
+        )
         assert row.status == "wrong" and row.graph_us is None and row.reason
 
 

@@ -15,7 +15,7 @@ from evenkv.bench.device.timing import CudaMachine
 from evenkv.bench.device.worker import Worker, WorkerFault
 
 DEADLINE_S = 900.0
-_MOST_PROCESSES = 8
+_MOST_PROCESSES = 12
 
 BuildKey = tuple[str, Hashable]
 Progress = Callable[[str, float], None]
@@ -90,7 +90,7 @@ def build_all(
         finally:
             worker.end()
 
-    count = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) // 2, len(jobs)))
+    count = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) * 3 // 4, len(jobs)))
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
     for thread in threads if jobs else []:
         thread.start()

@@ -29,7 +29,9 @@ DEADLINE_S = 60.0
 # An implementation whose process had to be killed as often, one case after the other, gets no more of them.
 STRIKES = 3
 
-_LEFTOVER_BYTES = 512 << 20
+# What may stay allocated between families: in the owner's process, and in an implementation's (workspaces).
+_LEFTOVER_BYTES = 256 << 20
+_WORKER_BYTES = 2 << 30
 _POOL_SEED = 20260101
 
 MakeWorker = Callable[[str, str, Mapping[str, Any]], Any]
@@ -160,6 +162,8 @@ class CudaDevice:
         try:
             measured = measure_case(case, seed_of(case), able, iterations, warm, setup)
         except WorkerFault as fault:
+            if fault.status == "oom":
+                return {name: Outcome("oom", f"the reference: {fault.reason}") for name in implementations}
             # The owner failed, not an implementation: begin anew, once.
             self._recover(fault)
             try:
@@ -173,7 +177,8 @@ class CudaDevice:
         for worker in self._subjects.values():
             if worker.alive:
                 try:
-                    worker.call("release")
+                    if worker.call("release") > _WORKER_BYTES:
+                        worker.kill()
                 except WorkerFault:
                     worker.kill()
         self._adopted.clear()
@@ -208,7 +213,9 @@ class CudaDevice:
                 raise EvenkvError(
                     f"GPU {self._index} cannot be used: {fault.reason}.", _START_REMEDY
                 ) from fault
-            self.timer_note = f"CUPTI does not work here, CUDA events are the timer of all rows: {fault.reason}"
+            self.timer_note = (
+                f"CUPTI does not work here, CUDA events are the timer of all rows: {fault.reason}"
+            )
             warnings.warn(self.timer_note, stacklevel=3)
             try:
                 self._open("events")

@@ -41,7 +41,7 @@ class Keeper:
         self._machine = machine or CudaMachine(index, timer)
         self._pools: list[torch.Tensor] = []
         self._buffer: torch.Tensor | None = None
-        self._baseline = self._machine.free_bytes()
+        self._own_bytes = self._machine.held_bytes()
 
     def classify(self, error: Exception) -> tuple[str, bool]:
         return self._machine.classify(error)
@@ -81,11 +81,11 @@ class Keeper:
         Returns
         -------
         int
-            Bytes that are still not free, compared with this process's start.
+            Bytes that this process still holds beyond what it held at its start.
         """
         self._pools, self._buffer = [], None
         self._machine.collect()
-        return max(0, self._baseline - self._machine.free_bytes())
+        return max(0, self._machine.held_bytes() - self._own_bytes)
 
     def reference(
         self, case: Case, seed: int, requests: Sequence[int]

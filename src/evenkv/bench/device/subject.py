@@ -93,10 +93,11 @@ class Subject:
         self._running = None
         self._pools = adopt(k_pool, kv_dtype), adopt(v_pool, kv_dtype)
 
-    def release(self) -> None:
-        """Let go of the pools and of all memory."""
+    def release(self) -> int:
+        """Let go of the pools and of all memory; gives the bytes that the process still holds."""
         self._running = self._pools = None
         self._machine.collect()
+        return self._machine.held_bytes()
 
     def prepare(self, case: Case, seed: int, leave_out: Sequence[str] = ()) -> dict[str, Any]:
         """Draw the inputs, plan, capture; of several settings keep the fastest.

@@ -151,9 +151,7 @@ def make_timer(name: str) -> Timer:
     return CuptiTimer() if name == "cupti" else EventTimer()
 
 
-def host_times(
-    call: Call, before: Sequence[Call], wait: Call = torch.cuda.synchronize
-) -> list[float]:
+def host_times(call: Call, before: Sequence[Call], wait: Call = torch.cuda.synchronize) -> list[float]:
     """Microseconds of CPU time that each call takes to return; the device's queue is empty before each."""
     times = []
     for prepare in before:
@@ -179,7 +177,7 @@ def wall_times(call: Call, before: Sequence[Call]) -> list[float]:
     return times
 
 
-def capture(call: Call) -> torch.cuda.CUDAGraph:
+def capture(call: Call, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     """The call as a CUDA graph, captured on a side stream after three calls there.
 
     Raises
@@ -187,7 +185,6 @@ def capture(call: Call) -> torch.cuda.CUDAGraph:
     Exception
         Whatever the call raises when it cannot be captured.
     """
-    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     # Not `with torch.cuda.graph(...)`: it collects garbage and empties the allocator's cache at every
@@ -226,13 +223,15 @@ class CudaMachine:
         self.device = torch.device("cuda", index)
         self.timer = make_timer(timer)
         self.flush: Call = Flush(self.device)
+        # One for all captures: kernels may keep scratch for every stream that they meet.
+        self._side_stream = torch.cuda.Stream()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
     def capture(self, call: Call) -> Call:
         """A function that replays the captured call."""
-        return capture(call).replay
+        return capture(call, self._side_stream).replay
 
     def host_times(self, call: Call, before: Sequence[Call]) -> list[float]:
         return host_times(call, before)
@@ -257,6 +256,10 @@ class CudaMachine:
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0]
 
+    def held_bytes(self) -> int:
+        """Memory that this process has taken, blocks that wait for other processes included."""
+        return torch.cuda.memory_reserved()
+
     def collect(self) -> None:
         """Give back to the driver all that nobody uses."""
         gc.collect()
@@ -269,9 +272,14 @@ class CudaMachine:
             torch.cuda.synchronize()
         except Exception:
             return "refused", True
-        if isinstance(error, torch.OutOfMemoryError):
+        status = status_of(error)
+        if status == "oom":
             self.collect()
-            return "oom", False
-        if isinstance(error, StrayWork):
-            return "wrong", False
-        return "refused", False
+        return status, False
+
+
+def status_of(error: Exception) -> str:
+    """The row's status for what an implementation or the timer raised."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "oom"
+    return "wrong" if isinstance(error, StrayWork) else "refused"
