@@ -9,7 +9,7 @@ READING a buffer before each (a flush that writes leaves dirty lines, whose writ
 
     python tools/kernel_lab.py                              all variants, all cases
     python tools/kernel_lab.py --variants base,rounds --cases "b32 L4096"
-    python tools/kernel_lab.py --timeline --variants rounds --cases "b32 L4096 kv8 bf16"   cycles of each stage
+    python tools/kernel_lab.py --timeline --variants rounds --cases "b32 L4096"   cycles of each stage
 """
 
 from __future__ import annotations
