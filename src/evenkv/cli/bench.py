@@ -7,12 +7,13 @@ import signal
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from evenkv.cli.bench_output import announce_plan, finish, print_cases
 from evenkv.cli.output import print_json, progress_bar, stderr, stdout
 from evenkv.errors import EvenkvError
 from evenkv.paths import Repository, find_repository
@@ -20,7 +21,6 @@ from evenkv.paths import Repository, find_repository
 # A run on a GPU machine without git says its commit so.
 COMMIT_VARIABLE = "EVENKV_COMMIT"
 _STANDIN_OUT = "build/roofline/standin.jsonl"
-_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _bench(options: Options, gpus: str | None, ray: str | None, list_cases: bool
         return
     chosen = _cases(options)
     if list_cases:
-        _list(chosen, options.as_json)
+        print_cases(chosen, options.as_json)
         return
     try:
         if ray is not None:
@@ -168,18 +168,6 @@ def _names(options: Options) -> list[str]:
     return options.impl or list(IMPLEMENTATIONS)
 
 
-def _list(cases: Sequence[Any], as_json: bool) -> None:
-    from evenkv.bench.grid import is_skipped
-
-    if as_json:
-        print_json([{"name": c.name, "case": c.to_json(), "kv_bytes": c.kv_bytes()} for c in cases])
-        return
-    for case in cases:
-        remark = "  (skipped: over 80 GB)" if is_skipped(case) else ""
-        line = f"{case.kv_bytes() / 2**20:10.1f} MiB  {case.name}{remark}"
-        stdout.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 def _out_path(options: Options, repository: Repository, gpu: str) -> Path:
     from evenkv.bench.markdown import rows_folder
     from evenkv.bench.record import gpu_file_name
@@ -215,7 +203,7 @@ def _here(cases: Sequence[Any], options: Options, repository: Repository) -> Non
         earlier = load_rows(path)
 
         def announce(report: Any) -> None:
-            _announce(report.estimate, len(cases), _names(options), gpu, report.copy_peak_gbps, path)
+            announce_plan(report.estimate, len(cases), _names(options), gpu, report.copy_peak_gbps, path)
 
         with progress_bar() as show:
             report = run_bench(
@@ -242,22 +230,7 @@ def _here(cases: Sequence[Any], options: Options, repository: Repository) -> Non
         "reused": report.reused,
         "missing": report.missing,
     }
-    _finish(cases, [path], earlier, report.rows, report.left, facts, options, faults=[])
-
-
-def _announce(
-    estimate: Any, cases: int, names: Sequence[str], where: str, copy_gbps: float, path: Path | None
-) -> None:
-    to = f" Rows go to {path}." if path else ""
-    line = (
-        f"{cases} cases, {len(names)} implementations on {where}: about {_duration(estimate.seconds)} "
-        f"({estimate.iterations} iterations; copy peak {copy_gbps:.0f} GB/s).{to}"
-    )
-    stderr.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+    finish(cases, [path], earlier, report.rows, report.left, facts, options.as_json, faults=[])
 
 
 def _on_ray(address: str, cases: Sequence[Any], options: Options, repository: Repository) -> None:
@@ -280,7 +253,7 @@ def _on_ray(address: str, cases: Sequence[Any], options: Options, repository: Re
     wanted = options.iterations or planned.iterations
     job = Job(options.device, tuple(_names(options)), wanted, options.warm, source)
     where = f"Ray at {address}, one GPU's time"
-    _announce(planned, len(waiting), _names(options), where, plan.DEFAULT_COPY_GBPS, options.out)
+    announce_plan(planned, len(waiting), _names(options), where, plan.DEFAULT_COPY_GBPS, options.out)
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     with progress_bar() as show:
         report = run_on_ray(
@@ -298,7 +271,7 @@ def _on_ray(address: str, cases: Sequence[Any], options: Options, repository: Re
     if not report.given_up:
         for fault in faults:
             stderr.print(f"{fault}; it ran again.", markup=False, soft_wrap=True)
-    _finish(cases, paths, earlier, report.rows, report.left, facts, options, failed)
+    finish(cases, paths, earlier, report.rows, report.left, facts, options.as_json, failed)
 
 
 def _on_gpus(wanted: str, cases: Sequence[Any], options: Options, repository: Repository) -> None:
@@ -328,7 +301,7 @@ def _on_gpus(wanted: str, cases: Sequence[Any], options: Options, repository: Re
     faults = [f"GPU {r.gpu} (shard {r.index}): {r.said}" for r in results if r.exit_code]
     before = [row for rows in earlier.values() for row in rows]
     facts = {"gpus": chosen}
-    _finish(cases, paths, before, new, [], facts, options, faults)
+    finish(cases, paths, before, new, [], facts, options.as_json, faults)
 
 
 def _arguments(options: Options) -> list[str]:
@@ -346,72 +319,6 @@ def _arguments(options: Options) -> list[str]:
     words = [word for name, value in values if value is not None for word in (name, str(value))]
     flags = (("--resume", options.resume), ("--warm", options.warm))
     return words + [name for name, is_set in flags if is_set] + ["--json"]
-
-
-def _finish(
-    cases: Sequence[Any],
-    paths: Sequence[Path],
-    earlier: Sequence[Any],
-    new: Sequence[Any],
-    left: Sequence[Any],
-    facts: dict[str, Any],
-    options: Options,
-    faults: Sequence[str],
-) -> None:
-    """Tables of everything that the files have of these cases, and the exit code."""
-    from evenkv.bench.record import load_rows
-    from evenkv.bench.run import failures
-    from evenkv.bench.summary import groups_of, reproduction, summarise
-    from evenkv.bench.tables import all_tables, rich_table
-
-    wanted = set(cases)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rows = [row for path in paths for row in load_rows(path) if row.the_case() in wanted]
-    again = reproduction(earlier, new)
-    failed = failures(new)
-    ok = not failed and not faults
-    if options.as_json:
-        print_json(
-            {
-                "ok": ok,
-                **facts,
-                "paths": [str(path) for path in paths],
-                "rows": [row.model_dump(mode="json") for row in new],
-                "left": [case.name for case in left],
-                "faults": list(faults),
-                "summary": [
-                    {"gpu": group.gpu, "timer": group.timer, **asdict(line)}
-                    for group in groups_of(rows)
-                    for line in summarise(group.cases)
-                ],
-                "reproduced": {"compared": len(again.changes), "within_5_percent": again.within},
-            }
-        )
-    else:
-        for group in groups_of(rows):
-            stdout.print(f"{group.gpu}, timer: {group.timer}", markup=False, highlight=False)
-            for cells in all_tables(group.cases):
-                stdout.print(rich_table(cells))
-        if again.worst is not None:
-            case, impl = again.worst
-            stdout.print(
-                f"Against the earlier rows: {again.within} of {len(again.changes)} times within 5 %, largest "
-                f"change {100 * again.changes[again.worst]:+.1f} % ({impl}, {case}).",
-                markup=False,
-                soft_wrap=True,
-            )
-        for name, why in facts.get("missing", {}).items():
-            stdout.print(f"Missing: {name}: {why.rstrip('.')}.", markup=False, soft_wrap=True)
-        for row in failed[:_SHOWN]:
-            line = f"{row.impl}: {row.status}: {row.the_case().name}: {row.reason}"
-            stderr.print(line, markup=False, soft_wrap=True)
-        for fault in faults:
-            stderr.print(fault, markup=False, soft_wrap=True)
-        if left:
-            stdout.print(f"{len(left)} cases left: the same command with --resume goes on.", soft_wrap=True)
-    if not ok:
-        raise typer.Exit(1)
 
 
 def _write_report(repository: Repository, as_json: bool) -> None:
