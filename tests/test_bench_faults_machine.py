@@ -1,4 +1,4 @@
-"""B8 to B14 of other harnesses' faults: timer, flush, clocks, files, hung processes, packing, stale builds."""
+"""B8 to B14 of other harnesses' faults: timer, flush, clocks, files, hung processes, packing, builds."""
 
 from __future__ import annotations
 

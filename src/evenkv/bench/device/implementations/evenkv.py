@@ -14,10 +14,15 @@ from evenkv.library.build import build_kernel
 from evenkv.library.toolchain import find_cxx, find_nvcc, require_ninja
 from evenkv.pack.manifest import find_kernel
 from evenkv.paths import Repository
+from evenkv.spec.family import DecodeSpec
 
 
 class EvenkvKernel(Implementation):
     """`evenkv-cuda` or `evenkv-triton`: the folder `evenkv/kernels/evenkv_cuda` or `..._triton`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._functions: dict[DecodeSpec, Callable[..., None]] = {}
 
     @property
     def _kernel(self) -> str:
@@ -39,7 +44,10 @@ class EvenkvKernel(Implementation):
         return case.spec().short_name if self.name == "evenkv-cuda" else None
 
     def prepare(self, case: Case, tensors: Tensors, setting: str) -> Prepared:
-        return _PreparedKernel(build_kernel(self._kernel, case.spec()), case, tensors)
+        spec = case.spec()
+        if spec not in self._functions:  # packing anew to ask the build cache takes milliseconds
+            self._functions[spec] = build_kernel(self._kernel, spec)
+        return _PreparedKernel(self._functions[spec], case, tensors)
 
 
 class _PreparedKernel(Prepared):
