@@ -157,8 +157,12 @@ class _CaseRun:
                     self._round(trial, calls)
                 except WorkerFault as fault:
                     trial.outcome = self._outcome(trial, fault.status, fault.reason)
-            copies += self._setup.keeper.call(
-                "matched_copy", kv_bytes=kv_bytes, count=max(_FEW_CALLS, calls // 2), cold=self._cold
+            copies += _patient(
+                self._setup.keeper,
+                "matched_copy",
+                kv_bytes=kv_bytes,
+                count=max(_FEW_CALLS, calls // 2),
+                cold=self._cold,
             )
         return copies
 
