@@ -24,7 +24,7 @@ def job(source):
 @pytest.fixture(scope="module")
 def cluster():
     """One Ray for the module: each start takes seconds."""
-    real = ray_pool._connect("local", 2)
+    real = ray_pool._connect("local", 1)
     shutdown, connect = real.shutdown, ray_pool._connect
     real.shutdown = lambda: None
     ray_pool._connect = lambda address, workers: real
@@ -42,7 +42,7 @@ def test_groups_run_on_the_cluster_and_rows_are_merged(cluster, tmp_path):
 
     source = provenance(find_repository(), "f" * 40)
     cases = [*CASES, case(256, 131072)]
-    report = ray_pool.run_on_ray("local", job(source), cases, path_of, workers=2)
+    report = ray_pool.run_on_ray("local", job(source), cases, path_of, workers=1)
     if report.lost:  # Someone edits kernels in this very moment: the refusal is right.
         assert all("sources differ" in why for why in report.lost)
         pytest.skip("kernel sources changed during the test")

@@ -60,9 +60,17 @@ def test_a_page_from_rows(repository, tmp_path):
         assert f"](plots/{plot}.png)" in text
         assert (repository.root / "docs/plots" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (repository.root / "docs/plots" / f"{plot}.svg").read_text()
-    before = {path: path.read_bytes() for path in written}
-    write_report(repository, silent)
-    assert {path: path.read_bytes() for path in written} == before
+
+
+def test_the_same_rows_give_the_same_files(repository, monkeypatch):
+    plots = pytest.importorskip("evenkv.bench.plots")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plots, "_PLOTS", {"time": plots._time})
+    path = markdown.rows_folder(repository) / "nvidia-h200.jsonl"
+    append_rows(path, [row(case(), "fa3", 200.0), row(case(1, 1024), "fa3", 20.0)])
+    before = {path: path.read_bytes() for path in write_report(repository, silent)}
+    assert {path: path.read_bytes() for path in write_report(repository, silent)} == before
+    assert len(before) == 3
 
 
 def test_plots_that_rows_do_not_allow_are_not_drawn(repository):

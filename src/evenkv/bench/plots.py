@@ -46,6 +46,7 @@ def write_plots(group: Group, folder: Path) -> list[Path]:
         for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
             buffer = io.BytesIO()
             figure.savefig(buffer, format=suffix, dpi=_DPI, metadata=metadata)
+            figure.set_layout_engine("none")  # The first file's layout serves the second.
             contents[folder / f"{gpu_file_name(group.gpu)}-{name}.{suffix}"] = buffer.getvalue()
         pyplot.close(figure)
     write_all_atomic(contents)
