@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import time
 
 import pytest
@@ -254,9 +255,17 @@ def test_upstreams_benchmark_runs_one_workload_at_a_time(repository, monkeypatch
     assert FakeWorkers.closed and not repository.traces.exists()
 
 
+# A warm-up that fails for one definition.
+WARMED = f"""
+import json, sys
+sys.exit("no such tile" if json.load(sys.stdin)["definition"]["name"] == {FLAT!r} else 0)
+"""
+
+
 @pytest.fixture
 def gpu_command(repository, monkeypatch, tmp_path):
-    """The command with a GPU that is not there: upstream's worker processes are the only stand-in."""
+    """The command with a GPU that is not there: upstream's worker processes and ours have stand-ins."""
+    monkeypatch.setattr("evenkv.evaluate.warm._COMMAND", (sys.executable, "-c", WARMED))
     monkeypatch.setattr("flashinfer_bench.bench.benchmark.PersistentRunner", FakeWorkers)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: H200)
@@ -274,12 +283,16 @@ def test_run_command_prints_the_table_files_traces_and_fails_on_a_failed_workloa
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["mode"] == "gpu" and document["evaluated"] == 1
+    # The evaluation is what decides: it goes on after a warm-up that fails.
+    assert document["warm_up_failures"] == {"flashinfer_tc_h5_kv1_d128_ps1": "no such tile (exit code 1)"}
+    assert document["not_warmed_up"] == []
     (row,) = document["rows"]
     assert row["workload"] == "other" and row["baseline_us"] == pytest.approx(20) and row["ours_us"] is None
 
     result = CliRunner().invoke(app, [*command, "--resume"])
     assert result.exit_code == 1
     assert "Not evaluated: mixed" in result.stderr and "No CUDA devices left" in result.stderr
+    assert "warmed up" not in result.stderr, "what is resumed from needs no warm-up"
     assert "short" in result.stdout and "20.0" in result.stdout
     assert [t.workload.uuid for t in lines(repository, "baseline", PAGED)] == ["short"]
 
@@ -292,4 +305,9 @@ def test_run_commands_minutes_limit_the_builds_too(repository, gpu_command, monk
     assert sorted(document["unbuilt"]) == ["evenkv_cuda_h5_kv1_d128_ps1", "evenkv_cuda_h5_kv1_d128_ps16"]
     assert document["build_failures"] == {} and document["evaluated"] == 0
     assert document["workloads_left"] == 3
+    assert document["not_warmed_up"] == [], "nothing whose workloads wait for a build"
     assert not (tmp_path / "cache").exists()
+
+    result = CliRunner().invoke(app, [*gpu_command, "flashinfer_tc", "--minutes", "0", "--json"])
+    document = json.loads(result.stdout)
+    assert document["not_warmed_up"] == ["flashinfer_tc_h5_kv1_d128_ps1"] and document["evaluated"] == 0

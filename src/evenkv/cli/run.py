@@ -17,7 +17,8 @@ from evenkv.paths import Repository, find_repository
 
 Lengths = Mapping[tuple[str, str], Sequence[int]]
 
-# Of the time given with --minutes, what builds may take: the rest is for evaluating what they made.
+# Of the time that is left of --minutes, what builds may take, and then what warm-ups may: the rest is for
+# evaluating what they made.
 _BUILD_SHARE = 0.5
 
 
@@ -146,6 +147,12 @@ def _on_cpu(
         raise typer.Exit(1)
 
 
+def _share_of(deadline: float | None) -> float | None:
+    """When builds, or warm-ups, that start now should have ended."""
+    now = time.monotonic()
+    return None if deadline is None else now + _BUILD_SHARE * max(0.0, deadline - now)
+
+
 def _on_gpu(
     cases: Sequence[Case],
     lengths: Lengths,
@@ -158,7 +165,7 @@ def _on_gpu(
 ) -> None:
     import torch
 
-    from evenkv.evaluate import builds
+    from evenkv.evaluate import builds, warm
     from evenkv.evaluate.environment import driver_version
     from evenkv.evaluate.gpu import BenchmarkRunner, evaluate_on_gpu, runnable_on_gpu, split_current
     from evenkv.evaluate.table import gpu_table, rows_from_traces
@@ -167,9 +174,10 @@ def _on_gpu(
     cases, missing = runnable_on_gpu(cases)
     hardware = torch.cuda.get_device_name(0)
     with progress_bar() as show:
+        split = split_current(cases, repository, hardware, resume)
         pairs = {
             solution.name: (case.definition, solution)
-            for case, _, waiting in split_current(cases, repository, hardware, resume)
+            for case, _, waiting in split
             for solution in waiting
             if builds.is_compiled(solution)
         }
@@ -180,9 +188,26 @@ def _on_gpu(
             show(f"built {name}", len(built) / len(pairs))
 
         show("building CUDA solutions", 0.0)
-        now = time.monotonic()
-        build_end = None if deadline is None else now + _BUILD_SHARE * max(0.0, deadline - now)
-        build_failures, unbuilt = builds.build_all(list(pairs.values()), on_built, deadline=build_end)
+        build_failures, unbuilt = builds.build_all(
+            list(pairs.values()), on_built, deadline=_share_of(deadline)
+        )
+        # What waits for a build that is left for another run is not evaluated now.
+        to_warm = warm.to_warm(
+            [
+                (case.definition, solution)
+                for case, _, waiting in split
+                if not any(other.name in unbuilt for other in waiting)
+                for solution in waiting
+            ]
+        )
+        warmed: list[str] = []
+
+        def on_warmed(name: str) -> None:
+            warmed.append(name)
+            show(f"warmed up {name}", len(warmed) / len(to_warm))
+
+        show("warming up what compiles at its first call", 0.0)
+        warm_failures, not_warmed = warm.warm_all(to_warm, on_warmed, deadline=_share_of(deadline))
         show("starting flashinfer-bench", 0.0)
         runner = BenchmarkRunner(repository, config)
         try:
@@ -219,6 +244,8 @@ def _on_gpu(
                 "missing": missing,
                 "build_failures": build_failures,
                 "unbuilt": unbuilt,
+                "warm_up_failures": warm_failures,
+                "not_warmed_up": not_warmed,
                 "not_evaluated": [
                     {"definition": d, "workload": w, "why": why} for d, w, why in report.not_evaluated
                 ],
@@ -231,6 +258,8 @@ def _on_gpu(
             stdout.print(f"Missing: {kernel}: {what}.")
         for name, error in build_failures.items():
             stderr.print(f"{name} did not build: {error}", markup=False, soft_wrap=True)
+        for name, error in warm_failures.items():
+            stderr.print(f"{name} failed when it was warmed up: {error}", markup=False, soft_wrap=True)
         for trace in report.traces:
             if not trace.is_successful():
                 said = (trace.evaluation.log.strip().splitlines() or ["no log"])[-1]
