@@ -182,7 +182,7 @@ def test_ptxas_output_is_read_function_by_function():
 # fp8 has the most code, head_dim 256 the most live registers.
 CHOSEN = [
     *(("gqa_paged_decode_h5_kv1_d128_ps1", arch) for arch in ARCHS),
-    ("gqa_paged_decode_fp8_h32_kv4_d128_ps16", "sm_90a"),
+    *(("gqa_paged_decode_fp8_h32_kv4_d128_ps16", arch) for arch in ("sm_80", "sm_90a")),
     ("gqa_paged_decode_h16_kv4_d256_ps16", "sm_100a"),
 ]
 
