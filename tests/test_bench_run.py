@@ -36,8 +36,8 @@ def test_caches_are_made_once_a_family_and_freed_before_the_next(tmp_path):
     device = StandIn()
     bench(tmp_path / "x.jsonl", [CASES[2], CASES[0], TOO_LARGE, CASES[1]], device)
     kinds = [line.split()[0] for line in device.log]
-    assert kinds == ["begin", "measure", "measure", "end", "begin", "measure", "end"]
-    assert device.log[0].endswith(" 2")
+    assert kinds == ["build", "begin", "measure", "measure", "end", "begin", "measure", "end"]
+    assert device.log[0] == "build 3" and device.log[1].endswith(" 2")
 
 
 def test_two_runs_give_the_same_rows_but_for_the_moment(tmp_path):
@@ -213,7 +213,7 @@ def test_shaky_times_are_measured_once_more(tmp_path):
 
     device = Disturbed()
     report = bench(tmp_path / "x.jsonl", CASES[:1], device)
-    assert device.log[2] == "measure b32 L4096 h32/8 ps16 bf16 fa3"
+    assert device.log[3] == "measure b32 L4096 h32/8 ps16 bf16 flashinfer-tc,fa3"
     assert len(report.rows) == 6 and not any(r.unstable for r in report.rows)
 
 

@@ -31,6 +31,8 @@ _FLUSH_US = 80.0
 _CASE_S = 0.08
 _IMPLEMENTATION_S = 0.03
 _FAMILY_S = 4.0
+# Checked, eager, host-timed and cross-checked calls: no metric of the protocol, so few where they are long.
+_OTHER_CALLS, _OTHER_CALLS_LONG = 60, 20
 
 
 @dataclass(frozen=True)
@@ -69,18 +71,13 @@ def iterations_for(case: Case, wanted: int, copy_gbps: float) -> int:
     return MIN_ITERATIONS if roofline_us(case, copy_gbps) > _LONG_US else max(wanted, MIN_ITERATIONS)
 
 
-def eager_iterations(case: Case, iterations: int, copy_gbps: float) -> int:
-    """Eager calls, whose time is no metric of the protocol: a tenth of the graph replays of long ones."""
-    return max(10, iterations // 10) if roofline_us(case, copy_gbps) > _LONG_US else iterations
-
-
 def case_seconds(case: Case, implementations: Sequence[str], wanted: int, copy_gbps: float) -> float:
     """Seconds that measuring one case takes, preparation and checks included."""
     if grid.is_skipped(case) or not implementations:
         return 0.0
     base = roofline_us(case, copy_gbps)
     iterations = iterations_for(case, wanted, copy_gbps)
-    calls = iterations + eager_iterations(case, iterations, copy_gbps)
+    calls = iterations + (_OTHER_CALLS_LONG if base > _LONG_US else _OTHER_CALLS)
     timed = sum(base * slowness(impl, case) + _FLUSH_US for impl in implementations) * calls * 1e-6
     return timed + _CASE_S + _IMPLEMENTATION_S * len(implementations)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,6 +71,10 @@ class Device(Protocol):
 
     def copy_peak_gbps(self) -> float:
         """Device-to-device copy at peak size, read and write counted, measured in this run."""
+        ...
+
+    def build(self, cases: Sequence[Case], progress: Callable[[str, float], None]) -> None:
+        """Compile what the cases need, side by side; what fails is told by `measure`."""
         ...
 
     def begin_family(self, cases: Sequence[Case]) -> None:

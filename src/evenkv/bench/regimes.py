@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from evenkv.bench import grid
 from evenkv.bench.case import Case
-from evenkv.bench.record import OURS, Row
+from evenkv.bench.record import ERROR_PEER, OURS, Row
 from evenkv.bench.summary import TIE, CaseRows, compare, geometric_mean, usable
 
 IMPL = OURS[0]
-ERROR_PEER = "flashinfer-tc"
 _MIB = 2**20
 
 

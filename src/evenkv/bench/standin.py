@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,6 +62,9 @@ class StandIn:
 
     def copy_peak_gbps(self) -> float:
         return _COPY_GBPS
+
+    def build(self, cases: Sequence[Case], progress: Callable[[str, float], None]) -> None:
+        self.log.append(f"build {len(cases)}")
 
     def begin_family(self, cases: Sequence[Case]) -> None:
         self.log.append(f"begin {cases[0].family} {len(cases)}")
