@@ -278,7 +278,7 @@ def test_builds_run_side_by_side_and_fail_alone() -> None:
     assert builds.build_all({}, 0) == {}
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize(
     "case",
     [
@@ -307,7 +307,7 @@ def test_gpu_measures_small_cases(case: Case) -> None:
         device.close()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_gpu_self_test_finds_this_machine_fit() -> None:
     device = CudaDevice()
     try:

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 import torch
 from flashinfer_bench.compile import BuilderRegistry
@@ -74,10 +75,26 @@ def _kernel(name: str) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def built_in_parallel(request: pytest.FixtureRequest) -> None:
-    """Fill the library's cache for the selected cases: one process a build, as nvcc takes its time."""
+def built_in_parallel(request: pytest.FixtureRequest, shared_folder: Path | None) -> None:
+    """Fill the library's cache for the selected cases: one process a build, as nvcc takes its time.
+
+    Of several pytest processes the first that comes builds for all, and the others wait.
+    """
+    if shared_folder is None:
+        faults = _build_for(request.session.items)
+    else:
+        told = shared_folder / "numerics-built.json"
+        with filelock.FileLock(shared_folder / "numerics-built.lock"):
+            if not told.exists():
+                told.write_text(json.dumps(_build_for(request.session.items)), encoding="utf-8")
+            faults = json.loads(told.read_text(encoding="utf-8"))
+    assert not faults, "\n".join(faults)
+
+
+def _build_for(items: Iterable[pytest.Item]) -> list[str]:
+    """Build evenkv_cuda for every geometry that the tests use; returns what went wrong."""
     specs: dict[DecodeSpec, None] = dict.fromkeys((BASE, FP8, SEED))
-    for item in request.session.items:
+    for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if isinstance(parameters.get("case"), GCase) and parameters.get("name") == "evenkv_cuda":
             specs |= dict.fromkeys(parameters["case"].specs)
@@ -91,8 +108,7 @@ def built_in_parallel(request: pytest.FixtureRequest) -> None:
         return "" if done.returncode == 0 else f"{spec.short_name}: {done.stderr[-2000:]}"
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        faults = [fault for fault in pool.map(build, wanted) if fault]
-    assert not faults, "\n".join(faults)
+        return [fault for fault in pool.map(build, wanted) if fault]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -215,8 +231,8 @@ def test_packed_solutions_of_every_author_are_right(path: Path) -> None:
     assert check_outputs(spec, *outputs, *reference(problem)) == []
 
 
-def test_relative_error_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what each kernel's error is beside its limit, per cache dtype."""
+def test_relative_error_table(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints what each kernel's error is beside its limit, per cache dtype (with pytest-xdist: see `-rP`)."""
     head = ("kernel", "cache", "lengths", "rel_err", "max rel", "limit", "lse err")
     lines = ["{:14} {:14} {:>12} {:>9} {:>9} {:>9} {:>9}".format(*head)]
     worst: list[str] = []
@@ -238,4 +254,5 @@ def test_relative_error_table(capsys: pytest.CaptureFixture[str]) -> None:
                     worst.append(lines[-1])
     with capsys.disabled():
         print("\n" + "\n".join(lines))
+    request.node.add_report_section("call", "relative errors", "\n".join(lines))
     assert worst == []
