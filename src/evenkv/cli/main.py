@@ -56,7 +56,7 @@ def repeat_options(args: Sequence[str]) -> list[str]:
 app = typer.Typer(
     name="evenkv",
     cls=_FaultGroup,
-    help="Paged GQA decode attention at memory-copy speed: evaluate, pack and draw workloads.",
+    help="Paged GQA decode attention at memory-copy speed: evaluate, measure, pack, draw workloads.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
