@@ -108,6 +108,12 @@ def test_outputs_are_poisoned() -> None:
     assert lse.dtype == torch.float32 and lse.isnan().all() and lse.shape == (2, 4)
 
 
+def test_queries_and_outputs_of_an_fp16_cache_are_fp16() -> None:
+    for kv_dtype, wanted in (("float16", torch.float16), ("float8_e5m2", torch.bfloat16)):
+        problem = make_problem(DecodeSpec(4, 2, 64, 16, kv_dtype), [3])
+        assert problem.tensors["q"].dtype == wanted == problem.empty_outputs()[0].dtype
+
+
 def test_bad_options_are_named() -> None:
     with pytest.raises(EvenkvError, match="num_pages is 1: wanted at least the 3"):
         make_problem(SPEC, [33], num_pages=1)

@@ -76,14 +76,21 @@ class Problem:
         return replace(self, tensors={**self.tensors, **changes})
 
     def empty_outputs(self, poison: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output bf16 `[batch, num_qo_heads, head_dim]` and lse float32 `[batch, num_qo_heads]`, all NaN."""
+        """Output `[batch, num_qo_heads, head_dim]`, fp16 for an fp16 q, else bf16; lse float32; all NaN."""
         shape = (self.batch_size, self.spec.num_qo_heads, self.spec.head_dim)
-        output = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        # A q of another dtype is misuse, which a kernel must refuse for q's sake alone.
+        dtype = torch.float16 if self.tensors["q"].dtype == torch.float16 else torch.bfloat16
+        output = torch.empty(shape, dtype=dtype, device=self.device)
         lse = torch.empty(shape[:2], dtype=torch.float32, device=self.device)
         if poison:
             output.fill_(float("nan"))
             lse.fill_(float("nan"))
         return output, lse
+
+
+def query_dtype(spec: DecodeSpec) -> torch.dtype:
+    """dtype of q and output: fp16 with an fp16 cache, else bf16."""
+    return torch.float16 if spec.kv_dtype == "float16" else torch.bfloat16
 
 
 def make_problem(
@@ -154,7 +161,7 @@ def make_problem(
     q = torch.randn(len(lengths), spec.num_qo_heads, spec.head_dim, generator=generator) * q_scale
     used = _used_slots(spec.page_size, pool, ids, kv_indptr, last_page_len) if poison_unused else None
     tensors: dict[str, Any] = {
-        "q": q.to(torch.bfloat16),
+        "q": q.to(query_dtype(spec)),
         "kv_indptr": kv_indptr,
         "kv_indices": ids.to(torch.int32),
         "kv_last_page_len": last_page_len,

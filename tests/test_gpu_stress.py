@@ -1,0 +1,162 @@
+"""Thousands of random problems on a GPU, in a process that a watchdog ends; and, on a CPU, that this test works.
+
+EVENKV_STRESS_PROBLEMS says how many (default 2000; evenkv_triton takes a tenth), EVENKV_STRESS_SEED where the
+seeds begin (default 0). A fault names its seed; `python tests/gpu_stress_worker.py KERNEL SEED` repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from gpu_stress_worker import make_worker, run_stress, stress
+from stress_fakes import TRIGGER
+from stress_problems import (
+    CACHE_LAYOUTS,
+    E4M3,
+    E5M2,
+    PAIR_SLOTS,
+    QUERY_LAYOUTS,
+    SPECS,
+    Limits,
+    build_problem,
+    draw_plan,
+    fast_reference,
+    specs_of,
+)
+
+from evenkv.numerics.reference import reference
+from evenkv.pack.manifest import find_kernel
+from evenkv.paths import find_repository
+from evenkv.spec.family import DecodeSpec
+
+SMALL = Limits(batch=6, tokens=150, huge=120)
+SMALL_SPECS = (DecodeSpec(3, 1, 16, 1), DecodeSpec(4, 2, 16, 5), DecodeSpec(4, 2, 16, 16, E4M3))
+TICKET_SLOTS = 132 * 16384  # schedule.h and tuning.cuh, on an H200: beyond, chunks are more than blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernel", "share"), [("evenkv_cuda", 1), ("evenkv_triton", 10)])
+def test_random_problems(kernel: str, share: int, capsys: pytest.CaptureFixture[str]) -> None:
+    count = max(1, int(os.environ.get("EVENKV_STRESS_PROBLEMS", "2000")) // share)
+    first = int(os.environ.get("EVENKV_STRESS_SEED", "0"))
+    faults, seconds = run_stress(kernel, range(first, first + count), specs_of(kernel))
+    with capsys.disabled():
+        print(f"\n{kernel}: {count} problems from seed {first} in {seconds:.1f} s")
+    assert faults == [], "\n".join(faults)
+
+
+def test_the_kernels_take_every_spec() -> None:
+    for name in ("evenkv_cuda", "evenkv_triton"):
+        for spec in specs_of(name):
+            find_kernel(find_repository(), name).require(spec)
+
+
+def test_plans_cover_what_they_should() -> None:
+    plans = [draw_plan(seed) for seed in range(2000)]
+    assert plans[:50] == [draw_plan(seed) for seed in range(50)]
+    limits = Limits()
+    for plan in plans:
+        assert 1 <= len(plan.lengths) <= limits.batch and sum(plan.lengths) <= limits.tokens
+        assert min(plan.lengths) >= 0 and plan.listed_slots < 1 << 30  # params.h: kMostSlots
+    assert {plan.spec for plan in plans} == set(SPECS)
+    assert {spec.page_size for spec in SPECS} >= {1, 5, 16, 48, 64, 256}
+    assert {spec.num_kv_heads for spec in SPECS} == set(range(1, 9))
+    assert {spec.group_size for spec in SPECS} >= {1, 2, 8, 9, 16, 24}
+    assert {spec.head_dim for spec in SPECS} == {64, 128, 256}
+    for kv_dtype in ("bfloat16", "float16", E4M3, E5M2):
+        seen = [plan for plan in plans if plan.spec.kv_dtype == kv_dtype]
+        assert {plan.cache_layout for plan in seen} == set(CACHE_LAYOUTS)
+        assert {plan.query_layout for plan in seen} == set(QUERY_LAYOUTS)
+        assert {plan.shared_pages for plan in seen} == {False, True}
+        assert any(plan.listed_slots == plan.line_slots for plan in seen)
+
+    def count(condition: Any) -> int:
+        return sum(map(condition, plans))
+
+    assert count(lambda p: not any(p.lengths)) > 0, "nothing but empty requests"
+    assert count(lambda p: max(p.lengths) > 10_000) > 100
+    assert count(lambda p: len(p.lengths) > 200) > 100 and count(lambda p: len(p.lengths) == 1) > 100
+    assert count(lambda p: 0 in p.lengths and max(p.lengths) > 1000) > 100
+    pairs = [p for p in plans if p.spec.is_fp8 and p.spec.num_kv_heads % 2 == 0]
+    by_heads = Counter(p.listed_slots >= PAIR_SLOTS for p in pairs)
+    assert min(by_heads[False], by_heads[True]) > 50, "one head a block, and two"
+    for is_fp8, heads in ((False, 1), (True, 2)):
+        lines = [p.line_slots // heads for p in plans if p.spec.is_fp8 == is_fp8]
+        assert sum(slots > TICKET_SLOTS for slots in lines) > 20, "chunks handed out by tickets"
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", E4M3, E5M2])
+def test_problems_and_the_quick_reference(kv_dtype: str) -> None:
+    """Against the reference of one request at a time; outside used slots there is NaN only."""
+    seen = set()
+    for seed in range(24):
+        plan = draw_plan(seed, (DecodeSpec(6, 3, 16, (1, 5, 16, 48)[seed % 4], kv_dtype),), SMALL)
+        problem = build_problem(plan, "cpu")
+        seen |= {plan.cache_layout, plan.query_layout, plan.shared_pages}
+        t = problem.tensors
+        assert t["q"].isfinite().all() and t["q"].stride(-1) == 1
+        ends = (t["kv_indptr"][1:] * plan.spec.page_size).tolist()
+        assert len(t["kv_indices"]) == int(t["kv_indptr"][-1]) + plan.spare_ids
+        for name in ("k_cache", "v_cache"):
+            cache = t[name]
+            strides = [cache.stride(d) * cache.element_size() % 16 for d in range(3) if cache.size(d) > 1]
+            assert not any(strides) and cache.data_ptr() % 16 == 0 and cache.stride(-1) == 1
+            finite = cache.float().isfinite().all(-1).all(-1)
+            assert finite.any(-1).sum() < len(cache), "no page is left unlisted"
+            if not plan.shared_pages:
+                assert int(finite.sum()) == sum(plan.lengths) <= ends[-1]
+        exact, quick = reference(problem), fast_reference(problem)
+        assert torch.allclose(quick[0], exact[0], atol=1e-12) and torch.allclose(quick[1], exact[1], atol=1e-9)
+        again = build_problem(plan, "cpu")
+        assert torch.equal(t["kv_indices"], again.tensors["kv_indices"])
+        assert torch.equal(fast_reference(again)[0], quick[0])
+    assert seen == {*CACHE_LAYOUTS, *QUERY_LAYOUTS, False, True}
+
+
+def _stress(fake: str, seeds: range, silence_s: float = 30.0, most_faulty: int = 5) -> list[str]:
+    worker = make_worker(f"stress_fakes:{fake}", "cpu", SMALL_SPECS, SMALL)
+    try:
+        return stress(
+            worker,
+            seeds,
+            lambda seed: draw_plan(seed, SMALL_SPECS, SMALL),
+            silence_s=silence_s,
+            most_faulty=most_faulty,
+        )
+    finally:
+        worker.end()
+
+
+def test_a_right_kernel_passes() -> None:
+    assert _stress("Right", range(40)) == []
+
+
+def test_one_wrong_result_is_named_with_its_seed_and_place() -> None:
+    plan = draw_plan(TRIGGER, SMALL_SPECS, SMALL)
+    (fault,) = [f for f in _stress("WrongOnce", range(8)) if "off by" in f]
+    last = f"output of request {len(plan.lengths) - 1} "
+    assert fault.startswith(f"seed {TRIGGER} ({plan.spec.short_name}") and last in fault
+    assert f"head {plan.spec.num_qo_heads - 1}, dim 5:" in fault
+
+
+def test_bits_that_depend_on_scratch_and_writes_beside_the_output_are_faults() -> None:
+    (fault,) = _stress("WrongInTheSecondCall", range(6))
+    assert f"seed {TRIGGER} " in fault and "has other bits" in fault
+    faults = _stress("WritesBeside", range(6))
+    assert faults and all(f"seed {TRIGGER} " in f and "memory beside output" in f for f in faults)
+
+
+@pytest.mark.parametrize(("fake", "reason"), [("Hangs", "killed: solve"), ("Crashes", "SIGSEGV")])
+def test_a_lost_process_costs_one_problem(fake: str, reason: str) -> None:
+    """The problems after it are solved by a fresh process."""
+    (fault,) = _stress(fake, range(TRIGGER - 1, TRIGGER + 3), silence_s=3.0)
+    assert fault.startswith(f"seed {TRIGGER} (") and reason in fault
+
+
+def test_it_stops_when_enough_is_wrong() -> None:
+    faults = _stress("Hangs", [TRIGGER] * 9, silence_s=0.5, most_faulty=2)  # type: ignore[arg-type]
+    assert len(faults) == 3 and "2 problems are wrong already" in faults[-1]
