@@ -1,4 +1,4 @@
-"""The stress test's child process, its parent's loop with the watchdog, and a command that repeats one problem.
+"""The stress test's child process, its parent's loop with the watchdog, and a command to repeat a problem.
 
     PYTHONPATH=src python tests/gpu_stress_worker.py evenkv_cuda 1234      # the problem of seed 1234
     PYTHONPATH=src python tests/gpu_stress_worker.py evenkv_cuda 0 2000    # seeds 0 to 1999
@@ -83,7 +83,8 @@ class TritonKernel:
         self._load(spec)(*arguments)
 
 
-KERNELS = {"evenkv_cuda": f"{__name__}:CudaKernel", "evenkv_triton": f"{__name__}:TritonKernel"}
+MODULE = Path(__file__).stem  # also when this file is the command
+KERNELS = {"evenkv_cuda": f"{MODULE}:CudaKernel", "evenkv_triton": f"{MODULE}:TritonKernel"}
 
 
 def load_cuda_kernel(spec: DecodeSpec) -> tuple[Callable[..., None], Callable[[int], None]]:
@@ -95,7 +96,7 @@ def load_cuda_kernel(spec: DecodeSpec) -> tuple[Callable[..., None], Callable[[i
     solution = _cuda_solution(spec)
     run = build_solution(solution)
     entry = toolchain.cache_folder() / "library" / cache_key(build_inputs(solution))
-    # The same file again: the loader gives the library that is loaded already, with the scratch that `run` uses.
+    # The same file again: the loader gives the library that is loaded, with the scratch that `run` uses.
     return run, load_shared_library(entry / "kernel.so", "fill_scratch")
 
 
@@ -138,7 +139,10 @@ class Stress:
     """
 
     def __init__(self, kernel: str, device: str, specs: Sequence[DecodeSpec], limits: Limits) -> None:
+        import stress_problems  # noqa: F401 (here, so that no problem waits for imports)
         import torch
+
+        from evenkv.numerics import judge  # noqa: F401
 
         if device == "cpu":
             torch.set_num_threads(1)
@@ -151,7 +155,7 @@ class Stress:
         return "refused", self._device != "cpu"
 
     def prepare(self, index: int) -> list[str]:
-        """Builds and compiles for a geometry: a small problem of it, so that no problem waits for a compiler."""
+        """A small problem of a geometry, which builds and compiles: no other problem waits for a compiler."""
         from stress_problems import Limits, draw_plan
 
         return self._judge(draw_plan(index, self._specs[index : index + 1], Limits(3, 100, 100)))
@@ -189,8 +193,8 @@ def stress(
 ) -> list[str]:
     """Solve the problems of `seeds` one after another in the worker's process.
 
-    A problem that takes longer than `silence_s` seconds, or takes the process with it, costs that process; the
-    next one goes on.
+    A problem that takes longer than `silence_s` seconds, or takes the process with it, costs that process;
+    a fresh one goes on.
 
     Returns
     -------
@@ -225,7 +229,7 @@ def make_worker(
         "specs": tuple(specs),
         "limits": limits,
     }
-    return Worker(name, f"{Path(__file__).stem}:Stress", arguments, deadline_s=SILENCE_S)
+    return Worker(name, f"{MODULE}:Stress", arguments, deadline_s=SILENCE_S)
 
 
 def run_stress(kernel: str, seeds: Sequence[int], specs: Sequence[DecodeSpec]) -> tuple[list[str], float]:

@@ -1,4 +1,4 @@
-"""Kernels for the stress test's own tests, on the CPU: right ones that go wrong at one problem."""
+"""Kernels for the stress test's own tests, on the CPU: right, but for the problems of some seeds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 from numerics_oracle import make_kernel
 
 from evenkv.spec.family import DecodeSpec
@@ -14,57 +15,39 @@ from evenkv.spec.family import DecodeSpec
 if TYPE_CHECKING:
     from stress_problems import Plan
 
-TRIGGER = 3  # the seed of the problem where a fake misbehaves
+# The seeds where `Faulty` misbehaves, and where `Lost` does.
+WRONG, OTHER_BITS, BESIDE = 2, 4, 5
+HANGS, CRASHES = 2, 4
 
 
-class Right:
-    """Plain attention."""
+class Faulty:
+    """Plain attention, but for three problems."""
 
     def __init__(self) -> None:
-        self.seed = -1
-        self.call = -1
         self._attend = make_kernel()
+        self._seed = self._call = -1
 
     def spoil_scratch(self, plan: Plan, call: int) -> None:
-        self.seed, self.call = plan.seed, call
+        self._seed, self._call = plan.seed, call
 
     def __call__(self, spec: DecodeSpec, *arguments: Any) -> None:
         self._attend(spec, *arguments)
-        if self.seed == TRIGGER:
-            self.misbehave(*arguments)
+        self.misbehave(self._seed, self._call, *arguments[-2:])
 
-    def misbehave(self, *arguments: Any) -> None:
-        """Nothing."""
-
-
-class WrongOnce(Right):
-    """One element of the last head of the last request."""
-
-    def misbehave(self, *arguments: Any) -> None:
-        arguments[-2][-1, -1, 5] += 3.0
+    def misbehave(self, seed: int, call: int, output: torch.Tensor, lse: torch.Tensor) -> None:
+        if seed == WRONG:
+            output[-1, -1, 5] += 3.0
+        elif seed == OTHER_BITS and call == 1:
+            lse *= 1 + 2.0**-20  # less than any limit
+        elif seed == BESIDE and call == 0:
+            output.as_strided((1,), (1,), output.storage_offset() + output.numel()).zero_()
 
 
-class WrongInTheSecondCall(Right):
-    """By less than any limit: what scratch held shows in the bits."""
+class Lost(Faulty):
+    """Plain attention, but for two problems that never end."""
 
-    def misbehave(self, *arguments: Any) -> None:
-        if self.call == 1:
-            arguments[-1][:] *= 1 + 2.0**-20
-
-
-class WritesBeside(Right):
-    """One element behind the output."""
-
-    def misbehave(self, *arguments: Any) -> None:
-        output = arguments[-2]
-        output.as_strided((1,), (1,), output.storage_offset() + output.numel()).zero_()
-
-
-class Hangs(Right):
-    def misbehave(self, *arguments: Any) -> None:
-        time.sleep(600)
-
-
-class Crashes(Right):
-    def misbehave(self, *arguments: Any) -> None:
-        os.kill(os.getpid(), signal.SIGSEGV)
+    def misbehave(self, seed: int, call: int, output: torch.Tensor, lse: torch.Tensor) -> None:
+        if seed == HANGS:
+            time.sleep(600)
+        elif seed == CRASHES:
+            os.kill(os.getpid(), signal.SIGSEGV)

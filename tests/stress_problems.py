@@ -1,4 +1,4 @@
-"""Random decode problems for the stress test: drawn from a seed alone, built on the device, with a quick reference.
+"""Random decode problems for the stress test: drawn from a seed, built on the device; and a quick reference.
 
 `draw_plan` uses no device, so that a process without one can say what problem a seed means.
 """
@@ -19,9 +19,9 @@ from evenkv.spec.family import DecodeSpec
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
-# Few, since each is a build of its own: every page size with every cache dtype's paths; KV heads 1 to 8; groups
-# on both sides of 8 and 16 (the mma's columns, the heads of one unit). Pages of 2048 and more are for the
-# schedule: one token a page makes a line of millions of slots, so that tickets are drawn.
+# Few, since each is a build: every page size; every head_dim with 16-bit and fp8 caches; KV heads 1
+# to 8; groups on both sides of 8 and 16 (the mma's columns, the heads of a unit). Pages of 2048 and more are
+# for the schedule: a token a page makes a line of millions of slots, so that tickets are drawn.
 SPECS: tuple[DecodeSpec, ...] = (
     DecodeSpec(5, 1, 128, 1),
     DecodeSpec(8, 2, 128, 16),

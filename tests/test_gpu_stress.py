@@ -1,4 +1,4 @@
-"""Thousands of random problems on a GPU, in a process that a watchdog ends; and, on a CPU, that this test works.
+"""Thousands of random problems on a GPU, in a process that a watchdog ends; on a CPU, that this test works.
 
 EVENKV_STRESS_PROBLEMS says how many (default 2000; evenkv_triton takes a tenth), EVENKV_STRESS_SEED where the
 seeds begin (default 0). A fault names its seed; `python tests/gpu_stress_worker.py KERNEL SEED` repeats it.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from gpu_stress_worker import make_worker, run_stress, stress
-from stress_fakes import TRIGGER
+from stress_fakes import BESIDE, CRASHES, HANGS, OTHER_BITS, WRONG
 from stress_problems import (
     CACHE_LAYOUTS,
     E4M3,
@@ -110,53 +111,53 @@ def test_problems_and_the_quick_reference(kv_dtype: str) -> None:
             if not plan.shared_pages:
                 assert int(finite.sum()) == sum(plan.lengths) <= ends[-1]
         exact, quick = reference(problem), fast_reference(problem)
-        assert torch.allclose(quick[0], exact[0], atol=1e-12) and torch.allclose(quick[1], exact[1], atol=1e-9)
+        assert torch.allclose(quick[0], exact[0], atol=1e-12) and torch.allclose(
+            quick[1], exact[1], atol=1e-9
+        )
         again = build_problem(plan, "cpu")
         assert torch.equal(t["kv_indices"], again.tensors["kv_indices"])
         assert torch.equal(fast_reference(again)[0], quick[0])
     assert seen == {*CACHE_LAYOUTS, *QUERY_LAYOUTS, False, True}
 
 
-def _stress(fake: str, seeds: range, silence_s: float = 30.0, most_faulty: int = 5) -> list[str]:
+def _stress(fake: str, seeds: Sequence[int], silence_s: float = 30.0, most_faulty: int = 5) -> list[str]:
     worker = make_worker(f"stress_fakes:{fake}", "cpu", SMALL_SPECS, SMALL)
+    describe = lambda seed: draw_plan(seed, SMALL_SPECS, SMALL)  # noqa: E731
     try:
-        return stress(
-            worker,
-            seeds,
-            lambda seed: draw_plan(seed, SMALL_SPECS, SMALL),
-            silence_s=silence_s,
-            most_faulty=most_faulty,
-        )
+        return stress(worker, seeds, describe, silence_s=silence_s, most_faulty=most_faulty)
     finally:
         worker.end()
 
 
-def test_a_right_kernel_passes() -> None:
-    assert _stress("Right", range(40)) == []
+def test_faults_are_named_with_seed_and_place_and_all_else_passes() -> None:
+    faults = _stress("Faulty", range(40))
+    wrong, bits, beside = faults
+    plan = draw_plan(WRONG, SMALL_SPECS, SMALL)
+    assert wrong.startswith(f"seed {WRONG} ({plan.spec.short_name}")
+    assert f"output of request {len(plan.lengths) - 1} is off by" in wrong
+    assert f"head {plan.spec.num_qo_heads - 1}, dim 5:" in wrong
+    assert bits.startswith(f"seed {OTHER_BITS} (") and "has other bits" in bits
+    assert beside.startswith(f"seed {BESIDE} (") and "memory beside output" in beside
 
 
-def test_one_wrong_result_is_named_with_its_seed_and_place() -> None:
-    plan = draw_plan(TRIGGER, SMALL_SPECS, SMALL)
-    (fault,) = [f for f in _stress("WrongOnce", range(8)) if "off by" in f]
-    last = f"output of request {len(plan.lengths) - 1} "
-    assert fault.startswith(f"seed {TRIGGER} ({plan.spec.short_name}") and last in fault
-    assert f"head {plan.spec.num_qo_heads - 1}, dim 5:" in fault
+def test_a_lost_process_costs_one_problem() -> None:
+    """A hang is killed, a crash is reported, and a fresh process solves the problems after each."""
+    hung, crashed = _stress("Lost", range(HANGS - 1, CRASHES + 2), silence_s=5.0)
+    assert hung.startswith(f"seed {HANGS} (") and "killed: solve did not end" in hung
+    assert crashed.startswith(f"seed {CRASHES} (") and "SIGSEGV" in crashed
 
 
-def test_bits_that_depend_on_scratch_and_writes_beside_the_output_are_faults() -> None:
-    (fault,) = _stress("WrongInTheSecondCall", range(6))
-    assert f"seed {TRIGGER} " in fault and "has other bits" in fault
-    faults = _stress("WritesBeside", range(6))
-    assert faults and all(f"seed {TRIGGER} " in f and "memory beside output" in f for f in faults)
+class _AlwaysWrong:
+    """In the place of a worker."""
 
+    def start(self) -> None:
+        pass
 
-@pytest.mark.parametrize(("fake", "reason"), [("Hangs", "killed: solve"), ("Crashes", "SIGSEGV")])
-def test_a_lost_process_costs_one_problem(fake: str, reason: str) -> None:
-    """The problems after it are solved by a fresh process."""
-    (fault,) = _stress(fake, range(TRIGGER - 1, TRIGGER + 3), silence_s=3.0)
-    assert fault.startswith(f"seed {TRIGGER} (") and reason in fault
+    def call(self, command: str, **arguments: Any) -> list[str]:
+        return ["wrong", "in two ways"]
 
 
 def test_it_stops_when_enough_is_wrong() -> None:
-    faults = _stress("Hangs", [TRIGGER] * 9, silence_s=0.5, most_faulty=2)  # type: ignore[arg-type]
-    assert len(faults) == 3 and "2 problems are wrong already" in faults[-1]
+    faults = stress(_AlwaysWrong(), range(10, 90), str, most_faulty=2)  # type: ignore[arg-type]
+    assert [f.partition(" (")[0] for f in faults[:4]] == ["seed 10"] * 2 + ["seed 11"] * 2
+    assert faults[4:] == ["stopped after seed 11: 2 problems are wrong already"]
