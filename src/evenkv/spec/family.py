@@ -19,7 +19,8 @@ _NAME = re.compile(r"gqa_paged_decode(?P<fp8>_fp8)?_h(?P<h>\d+)_kv(?P<kv>\d+)_d(
 class DecodeSpec:
     """Geometry of one definition, `gqa_paged_decode[_fp8]_h{H}_kv{K}_d{D}_ps{P}`.
 
-    `kv_dtype` is the cache's dtype by its flashinfer-bench name; q and output are bfloat16.
+    `kv_dtype` is the cache's dtype by its flashinfer-bench name; q and output are bfloat16, or float16 for a
+    float16 cache.
     `models` are (model, tensor-parallel size) pairs that decode with this geometry.
     """
 
