@@ -72,7 +72,7 @@ class EventTimer:
 
 
 class CuptiTimer:
-    """Spans of activity records.
+    """Spans of activity records; `records` are those of the latest `times`.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class CuptiTimer:
         self._cupti = cupti if cupti is not None else _import_cupti()
         self._marker = marker or (lambda: torch.cuda._sleep(1))
         self._wait = wait or torch.cuda.synchronize
-        self._records: list[Record] = []
+        self.records: list[Record] = []
         kinds = self._cupti.ActivityKind
         self._kinds = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
         try:
@@ -104,7 +104,7 @@ class CuptiTimer:
 
     def times(self, call: Call, before: Sequence[Call], after: Callable[[int], None]) -> list[float]:
         self._wait()
-        self._records.clear()
+        self.records.clear()
         for kind in self._kinds:
             self._cupti.activity_enable(kind)
         try:
@@ -116,10 +116,16 @@ class CuptiTimer:
                 after(number)
             self._wait()
             self._cupti.activity_flush_all(1)
+        except Exception:
+            # What was recorded so far must not turn up among the next call's records.
+            with contextlib.suppress(Exception):
+                self._wait()
+                self._cupti.activity_flush_all(1)
+            raise
         finally:
             for kind in self._kinds:
                 self._cupti.activity_disable(kind)
-        return spans(self._records, len(before))
+        return spans(self.records, len(before))
 
     def _buffer_completed(self, activities: list[Any]) -> None:
         # Runs in CUPTI's hands: the activities die with this call, and an exception would be lost.
@@ -127,7 +133,7 @@ class CuptiTimer:
         for activity in activities:
             if activity.kind in self._kinds:
                 name = activity.name if activity.kind == kernel else "copy or memset"
-                self._records.append(Record(name, activity.start, activity.end, activity.stream_id))
+                self.records.append(Record(name, activity.start, activity.end, activity.stream_id))
 
 
 def _buffer_requested() -> tuple[int, int]:
