@@ -117,6 +117,35 @@ def test_compilers_work_before_timing_once_for_each_geometry(world: World) -> No
     assert world.built == first
 
 
+def test_only_what_will_be_measured_is_compiled(world: World) -> None:
+    device = world.device()
+    device.build([BF16], implementations=(OURS,))
+    device.begin_family([BF16])
+    assert [name for name, _ in world.built] == [OURS]
+
+
+def test_nothing_is_compiled_for_cases_that_are_refused() -> None:
+    scout, usual = Case(1, 8, None, 5, 1, 128, 1), Case(1, 8, None, 32, 8, 128, 16)
+    names = ("evenkv-cuda", "evenkv-triton", "flashinfer-cc", "flashinfer-xqa")
+    jobs = builds.build_jobs([scout, usual], names, {})
+    assert {case.name for (name, _), case in jobs.items() if name.startswith("flashinfer")} == {usual.name}
+    assert sum(name.startswith("evenkv") for name, _ in jobs) == 4, "each geometry, Triton's too"
+    assert [name for name, _ in jobs][:2] == ["flashinfer-cc", "flashinfer-xqa"], "the longest come first"
+
+
+def test_memory_taken_behind_torchs_back_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimulatedGpu()
+    owner = SimulatedKeeper(0, "cupti", machine=SimulatedGpu())
+    owner.allocate(1 << 20, 1 << 20, BF16.kv_dtype, seed=1)
+    made = Subject(OURS, 0, "cupti", machine=gpu, implementation=Kernel(OURS, gpu))
+    made._pools = tuple(owner._pools)
+    free = iter((64 << 30, 63 << 30, 63 << 30, 60 << 30))
+    monkeypatch.setattr(gpu, "free_bytes", lambda: next(free))
+    for _ in range(2):
+        made.prepare(BF16, 1)
+    assert made.release() == 4 << 30
+
+
 def test_a_failed_build_costs_its_own_implementation_alone(world: World) -> None:
     world.build_failures = {"flashinfer-xqa": "its build failed: no such head_dim"}
     device = world.device()

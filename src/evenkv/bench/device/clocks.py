@@ -63,8 +63,7 @@ class Clocks:
             clock = self._number("nvmlDeviceGetClockInfo", _CLOCK_SM)
             temperature = self._number("nvmlDeviceGetTemperature", _TEMPERATURE_GPU)
             bits = ctypes.c_ulonglong()
-            # The older of its two names: drivers have kept it.
-            self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle, ctypes.byref(bits))
+            self._ask(self._throttle_function(), self._handle, ctypes.byref(bits))
         except (AttributeError, _NvmlError) as error:
             self.reason = f"NVML: {describe(error)}"
             return None
@@ -82,6 +81,11 @@ class Clocks:
         except (AttributeError, _NvmlError):
             return None
         return 2 * mhz * bits.value / 8 / 1000 or None
+
+    def _throttle_function(self) -> str:
+        """The older of its two names, which drivers have kept so far, or the newer."""
+        older = "nvmlDeviceGetCurrentClocksThrottleReasons"
+        return older if hasattr(self._nvml, older) else "nvmlDeviceGetCurrentClocksEventReasons"
 
     def _number(self, function: str, which: int) -> int:
         value = ctypes.c_uint()

@@ -16,7 +16,7 @@ from evenkv.bench.case import Case
 from evenkv.bench.device import builds, selftest
 from evenkv.bench.device.clocks import Clocks
 from evenkv.bench.device.inputs import pool_bytes, seed_of
-from evenkv.bench.device.trial import Setup, measure_case
+from evenkv.bench.device.trial import Setup, measure_case, patient
 from evenkv.bench.device.worker import Worker, WorkerFault
 from evenkv.bench.protocol import DeviceFacts, DeviceLost, Outcome
 from evenkv.bench.record import IMPLEMENTATIONS, Timer
@@ -75,6 +75,7 @@ class CudaDevice:
         self._missing: dict[str, str | None] = {}
         self._versions: dict[str, str | None] = {}
         self._built: dict[builds.BuildKey, str | None] = {}
+        self._wanted: tuple[str, ...] = IMPLEMENTATIONS
         self._copy_gbps: float | None = None
         self._family: list[Case] = []
         self._pool = 0
@@ -129,9 +130,22 @@ class CudaDevice:
             self._copy_gbps = self._ask_keeper("copy_peak")
         return self._copy_gbps
 
-    def build(self, cases: Sequence[Case], progress: builds.Progress = lambda what, share: None) -> None:
-        """Compile what the cases need; `begin_family` does what is left of it."""
-        present = [name for name, missing in self.implementations().items() if missing is None]
+    def build(
+        self,
+        cases: Sequence[Case],
+        progress: builds.Progress = lambda what, share: None,
+        implementations: Sequence[str] | None = None,
+    ) -> None:
+        """Compile what the cases need; `begin_family` does what is left of it.
+
+        Parameters
+        ----------
+        implementations : sequence of str, optional
+            Those that will be measured: the others' compilers have nothing to do, here and later.
+        """
+        if implementations is not None:
+            self._wanted = tuple(implementations)
+        present = [name for name in self._wanted if self.implementations().get(name, "unknown") is None]
         jobs = builds.build_jobs(cases, present, self._built)
         self._built |= builds.build_all(jobs, self._index, progress)
 
@@ -230,7 +244,7 @@ class CudaDevice:
         )
         try:
             facts = keeper.call("facts")
-            keeper.call("probe_empty", count=5)  # a timer that is there may still not work
+            patient(keeper, "probe_empty", count=5)  # a timer that is there may still not work
         except WorkerFault:
             keeper.end()
             raise

@@ -157,7 +157,7 @@ class _CaseRun:
                     self._round(trial, calls)
                 except WorkerFault as fault:
                     trial.outcome = self._outcome(trial, fault.status, fault.reason)
-            copies += _patient(
+            copies += patient(
                 self._setup.keeper,
                 "matched_copy",
                 kv_bytes=kv_bytes,
@@ -172,7 +172,7 @@ class _CaseRun:
         few = median > _LONG_US
         variants = self._variants(_FEW_CALLS if few else _EAGER_CALLS)
         try:
-            eager = _patient(trial.link, "time_eager", variants=variants, cold=self._cold)
+            eager = patient(trial.link, "time_eager", variants=variants, cold=self._cold)
             host = trial.link.call("time_host", variants=variants)
             walls = trial.link.call("time_wall", variants=self._variants(_FEW_CALLS), cold=self._cold)
             trial.link.call("finish")
@@ -216,7 +216,7 @@ class _CaseRun:
         variants = self._variants(calls)
         checked = self._setup.rng.randrange(calls)
         trial.clocks.append(self._setup.clocks())
-        times, rows = _patient(
+        times, rows = patient(
             trial.link,
             "time_graph",
             variants=variants,
@@ -265,7 +265,7 @@ class _CaseRun:
         return version
 
 
-def _patient(link: Link, command: str, **arguments: Any) -> Any:
+def patient(link: Link, command: str, **arguments: Any) -> Any:
     """A timing command, once more when its records were lost: that is the profiler's fault."""
     try:
         return link.call(command, **arguments)

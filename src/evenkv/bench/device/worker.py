@@ -11,11 +11,12 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
@@ -169,9 +170,10 @@ def _serve(pipe: Connection, factory: str, arguments: dict[str, Any]) -> None:
         try:
             message = pipe.recv()
         except EOFError:
-            return
+            message = None
         if message is None:
-            return
+            # Nothing is left to be tidied: exit handlers of CUDA libraries and profilers may hang or crash.
+            _leave(0)
         command, values = message
         try:
             answer = ("ok", getattr(handler, command)(**values), False)
@@ -180,8 +182,13 @@ def _serve(pipe: Connection, factory: str, arguments: dict[str, Any]) -> None:
             answer = (status, describe(error), poisoned)
         pipe.send(answer)
         if answer[2]:
-            # Without the exit handlers of CUDA libraries, which may hang in a poisoned context.
-            os._exit(1)
+            _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def describe(error: BaseException) -> str:

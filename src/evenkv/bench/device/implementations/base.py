@@ -62,7 +62,7 @@ class Implementation(abc.ABC):
         return None
 
     def supports(self, case: Case) -> str | None:
-        """Why it cannot run the case, or None."""
+        """Why it cannot run the case, or None. Asked in processes without a GPU context, too."""
         return None
 
     def quantises_query(self, case: Case) -> bool:

@@ -31,7 +31,7 @@ from evenkv.bench.device.implementations.base import (
 )
 from evenkv.bench.device.inputs import Tensors
 from evenkv.bench.device.worker import describe
-from evenkv.pack.manifest import find_kernel
+from evenkv.pack.manifest import Kernel, find_kernel
 from evenkv.paths import Repository
 
 _WORKSPACE_BYTES = 256 << 20
@@ -67,11 +67,13 @@ class FlashInferDecode(_FlashInfer):
         super().__init__(name)
         self._tensor_cores = name == "flashinfer-tc"
         self._wrappers: dict[str, Any] = {}
+        self._kernel: Kernel | None = None
 
     def supports(self, case: Case) -> str | None:
+        if self._kernel is None:
+            self._kernel = find_kernel(Repository(Path()), self.name.replace("-", "_"))
         # The packed solution's manifest knows what FlashInfer's kernels are compiled for.
-        kernel = find_kernel(Repository(Path()), self.name.replace("-", "_"))
-        return kernel.manifest.supports.refusal(case.spec())
+        return self._kernel.manifest.supports.refusal(case.spec())
 
     def build_key(self, case: Case) -> Hashable:
         return case.kv_dtype, case.head_dim
@@ -128,11 +130,16 @@ class _PreparedDecode(Prepared):
 class FlashInferXqa(_FlashInfer):
     """XQA, TensorRT-LLM's decode kernel, as FlashInfer ships it."""
 
+    def missing(self) -> str | None:
+        if reason := super().missing():
+            return reason
+        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10, 12):
+            return "XQA runs on sm_90, sm_100 and sm_120 alone"
+        return None
+
     def supports(self, case: Case) -> str | None:
         if case.page_size not in _XQA_PAGES:
             return f"XQA has page sizes {', '.join(map(str, _XQA_PAGES))}, not {case.page_size}"
-        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10, 12):
-            return "XQA runs on sm_90, sm_100 and sm_120 alone"
         return None
 
     def quantises_query(self, case: Case) -> bool:
