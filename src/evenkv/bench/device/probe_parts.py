@@ -16,7 +16,7 @@ from evenkv.bench.device.spans import MARKER, Record
 from evenkv.bench.device.timing import CudaMachine, CuptiTimer
 
 _PACKAGES = ("torch", "triton", "flashinfer-python", "cupti-python", "nvidia-cuda-cupti", "apache-tvm-ffi")
-_MORE_PACKAGES = ("tokenspeed-fa3", "flashinfer-bench", "cuda-pathfinder", "nvidia-ml-py")
+_MORE_PACKAGES = ("tokenspeed-fa3", "flashinfer-bench", "pyelftools", "cuda-pathfinder")
 _SHARED_BYTES = 1 << 30
 _MARK = 97  # what the other process writes
 _GRAPH_KERNELS = 3

@@ -141,7 +141,9 @@ def _buffer_requested() -> tuple[int, int]:
 
 
 def _import_cupti() -> Any:
-    remedy = "`pip install cupti-python` (13 or later), or set EVENKV_BENCH_TIMER=events, another timer."
+    # It imports pyelftools: a bundle that was packed without dependencies lacks it.
+    needs = "`pip install cupti-python pyelftools` (cupti-python 13 or later)"
+    remedy = f"{needs}, or set EVENKV_BENCH_TIMER=events, which is another timer."
     try:
         version = importlib.metadata.version("cupti-python")
         from cupti import cupti
