@@ -37,7 +37,7 @@ def test_caches_are_made_once_a_family_and_freed_before_the_next(tmp_path):
     bench(tmp_path / "x.jsonl", [CASES[2], CASES[0], TOO_LARGE, CASES[1]], device)
     kinds = [line.split()[0] for line in device.log]
     assert kinds == ["build", "begin", "measure", "measure", "end", "begin", "measure", "end"]
-    assert device.log[0] == "build 3" and device.log[1].endswith(" 2")
+    assert device.log[0] == f"build 3 for {','.join(IMPLEMENTATIONS)}" and device.log[1].endswith(" 2")
 
 
 def test_two_runs_give_the_same_rows_but_for_the_moment(tmp_path):
@@ -54,6 +54,7 @@ def replace_when(row):
 def test_missing_implementations_have_rows_that_say_why(tmp_path):
     device = StandIn(missing={"fa3": "pip install tokenspeed-fa3"})
     report = bench(tmp_path / "x.jsonl", CASES, device)
+    assert device.log[0].startswith("build 3 for ") and "fa3" not in device.log[0]
     mine = [r for r in report.rows if r.impl == "fa3"]
     assert len(mine) == 3 and {(r.status, r.reason) for r in mine} == {
         ("refused", "missing: pip install tokenspeed-fa3")

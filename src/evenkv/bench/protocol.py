@@ -73,8 +73,10 @@ class Device(Protocol):
         """Device-to-device copy at peak size, read and write counted, measured in this run."""
         ...
 
-    def build(self, cases: Sequence[Case], progress: Callable[[str, float], None]) -> None:
-        """Compile what the cases need, side by side; what fails is told by `measure`."""
+    def build(
+        self, cases: Sequence[Case], progress: Callable[[str, float], None], implementations: Sequence[str]
+    ) -> None:
+        """Compile what these implementations need for the cases, side by side; `measure` tells what failed."""
         ...
 
     def begin_family(self, cases: Sequence[Case]) -> None:

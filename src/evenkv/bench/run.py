@@ -151,7 +151,7 @@ def run_bench(
     ordered = plan.order(measured, in_rounds)
     if ordered and able and (deadline is None or clock() < deadline):
         # All at once, before anything is timed: compilers would disturb it, and wait for each other.
-        device.build(ordered, progress)
+        device.build(ordered, progress, able)
     run.measure_all(ordered, planned.iterations, deadline, clock)
     return report
 

@@ -63,8 +63,10 @@ class StandIn:
     def copy_peak_gbps(self) -> float:
         return _COPY_GBPS
 
-    def build(self, cases: Sequence[Case], progress: Callable[[str, float], None]) -> None:
-        self.log.append(f"build {len(cases)}")
+    def build(
+        self, cases: Sequence[Case], progress: Callable[[str, float], None], implementations: Sequence[str]
+    ) -> None:
+        self.log.append(f"build {len(cases)} for {','.join(implementations)}")
 
     def begin_family(self, cases: Sequence[Case]) -> None:
         self.log.append(f"begin {cases[0].family} {len(cases)}")
