@@ -76,7 +76,7 @@ class Device(Protocol):
     def build(
         self, cases: Sequence[Case], progress: Callable[[str, float], None], implementations: Sequence[str]
     ) -> None:
-        """Compile what these implementations need for the cases, side by side; `measure` tells what failed."""
+        """Compile what they need for the cases, side by side; `measure` tells what failed."""
         ...
 
     def begin_family(self, cases: Sequence[Case]) -> None:
