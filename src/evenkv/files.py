@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and generated blocks inside written pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from evenkv.errors import EvenkvError
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -34,3 +36,20 @@ def write_all_atomic(contents: Mapping[Path, bytes]) -> None:
     finally:
         for temporary, _ in staged:
             temporary.unlink(missing_ok=True)
+
+
+def replace_block(page: str, text: str, markers: tuple[str, str], block: str) -> str:
+    """`text` with `block` between the two markers; `page` is its name in the error.
+
+    Raises
+    ------
+    EvenkvError
+        When the markers are not there exactly once, in order.
+    """
+    begin, end = (text.find(marker) for marker in markers)
+    if any(text.count(marker) != 1 for marker in markers) or end < begin:
+        raise EvenkvError(
+            f"{page}: wanted the lines {markers[0]} and {markers[1]}, once each and in this order.",
+            "Restore them around the tables.",
+        )
+    return f"{text[: begin + len(markers[0])]}\n{block}\n{text[end:]}"

@@ -15,6 +15,7 @@ from evenkv.bench.summary import Group, groups_of
 from evenkv.bench.tables import all_tables, markdown_table
 from evenkv.errors import EvenkvError
 from evenkv.evaluate.load import read_text
+from evenkv.files import replace_block
 from evenkv.paths import Repository
 
 BEGIN = "<!-- roofline:begin -->"
@@ -66,20 +67,8 @@ def render_block(rows: Iterable[Row], plots: Mapping[str, Sequence[str]]) -> str
 
 
 def put_block(text: str, block: str) -> str:
-    """`text` with `block` between the markers.
-
-    Raises
-    ------
-    EvenkvError
-        When the markers are not there exactly once, in order.
-    """
-    start, end = text.find(BEGIN), text.find(END)
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or end < start:
-        raise EvenkvError(
-            f"docs/results.md: wanted the lines {BEGIN} and {END}, once each and in this order.",
-            "Restore them around the tables.",
-        )
-    return f"{text[: start + len(BEGIN)]}\n{block}\n{text[end:]}"
+    """`text` with `block` between the markers."""
+    return replace_block("docs/results.md", text, (BEGIN, END), block)
 
 
 def page_text(repository: Repository, rows: Sequence[Row], plots: Mapping[str, Sequence[str]]) -> str:

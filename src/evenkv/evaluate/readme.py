@@ -18,7 +18,7 @@ from evenkv.evaluate.load import kernel_name, load_package, read_text
 from evenkv.evaluate.table import BASELINE, OURS, Row, rows_from_traces
 from evenkv.evaluate.traces import HASH_KEY, load_traces
 from evenkv.evaluate.validate import request_lengths
-from evenkv.files import write_atomic
+from evenkv.files import replace_block, write_atomic
 from evenkv.paths import OP_TYPE, Repository, find_repository
 from evenkv.spec.family import SEED_DEFINITION, parse_name
 
@@ -88,20 +88,8 @@ def render_block(traces: Sequence[Trace], repository: Repository) -> str:
 
 
 def put_block(text: str, block: str) -> str:
-    """`text` with `block` between the markers.
-
-    Raises
-    ------
-    EvenkvError
-        When the markers are not there exactly once, in order.
-    """
-    start, end = text.find(BEGIN), text.find(END)
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or end < start:
-        raise EvenkvError(
-            f"README.md: wanted the lines {BEGIN} and {END}, once each and in this order.",
-            "Restore them around the tables.",
-        )
-    return f"{text[: start + len(BEGIN)]}\n{block}\n{text[end:]}"
+    """`text` with `block` between the markers."""
+    return replace_block("README.md", text, (BEGIN, END), block)
 
 
 def _group_parts(group: Group, traces: Sequence[Trace], lengths: Lengths) -> Iterator[str]:
