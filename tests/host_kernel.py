@@ -26,7 +26,6 @@ Outputs = tuple[torch.Tensor, torch.Tensor]
 _EDITS = (
     ("shared.cuh", r"(return \*static_cast<const volatile T\*>\(word\);)", r"host_gpu::give_way(); \1", 1),
     ("kernel.cuh", r"extern __shared__ .* raw\[\];", "uint8_t* raw = host_gpu::current->block->shared;", 1),
-    ("merge.cuh", r'asm\("cvt\.rn\.(b?f16)x2\.f32 [^;]*; *"[^;]*;', r"r = host_gpu::pack_\1(low, high);", 2),
 )
 
 

@@ -344,8 +344,12 @@ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }
+template <bool kHalf>
+inline uint32_t pack_pair(float low, float high) {
+  return kHalf ? host_gpu::pack_f16(low, high) : host_gpu::pack_bf16(low, high);
+}
 inline uint32_t pack_mma(float low, float high) {
-  return kMmaHalf ? host_gpu::pack_f16(low, high) : host_gpu::pack_bf16(low, high);
+  return pack_pair<kMmaHalf>(low, high);
 }
 inline float2 unpack_mma(uint32_t r) {
   return {host_gpu::mma_value(r & 0xffff), host_gpu::mma_value(r >> 16)};

@@ -14,7 +14,6 @@ from evenkv.bench.regimes import regime_table
 from evenkv.bench.summary import (
     CaseRows,
     Compared,
-    compare,
     geometric_mean,
     implementations_of,
     summarise,
@@ -167,11 +166,6 @@ def trouble_table(cases: CaseRows) -> Cells:
     )
     columns = ("implementation", "status", "reason", "cases", "for example")
     return Cells("Without a time", columns, rows, left=3)
-
-
-def speed_up(cases: CaseRows, impl: str) -> float | None:
-    """Geometric mean over the best peer."""
-    return geometric_mean(c.ratio for c in compare(cases, impl))
 
 
 def rich_table(cells: Cells) -> Table:

@@ -21,6 +21,26 @@ struct PageSize {
   }
 };
 
+// Where a request's slots begin within a unit, and how many tokens it has: the one reading of the page
+// tables.
+struct Request {
+  int32_t begin, length;
+  bool poisoned;  // kv_last_page_len is out of range; the last page counts as full
+
+  __device__ __forceinline__ Request(const DecodeParams& p, int32_t request) : poisoned(false) {
+    const int32_t page = __ldg(p.kv_indptr + request);
+    const int32_t pages = __ldg(p.kv_indptr + request + 1) - page;
+    int32_t last = p.page_size;
+    if (p.kv_last_page_len != nullptr) {
+      last = __ldg(p.kv_last_page_len + request);
+      poisoned = last < 0 || last > p.page_size;
+      if (poisoned) last = p.page_size;
+    }
+    begin = page * p.page_size;
+    length = pages > 0 ? (pages - 1) * p.page_size + last : 0;
+  }
+};
+
 // What a tile in the ring holds. A piece is a run of tiles of one request and one unit.
 struct Tile {
   int32_t request, unit;
@@ -48,7 +68,7 @@ __device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_
   while (high - low > 256) {          // 32-ary search down to a range that one pass counts
     const int32_t step = (high - low + 32) / 33;
     const int32_t probe = low + step * (lane + 1) - 1;
-    const bool below = probe < high && __ldg(kv_indptr + min(probe, batch)) <= page;
+    const bool below = probe < high && __ldg(kv_indptr + probe) <= page;
     const int32_t passed = __popc(__ballot_sync(kAllLanes, below));
     low += passed * step;
     high = min(high, low + step);
@@ -57,7 +77,7 @@ __device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int32_t entry = low + i * 32 + lane;
-    below[i] = entry < high && __ldg(kv_indptr + min(entry, batch)) <= page;
+    below[i] = entry < high && __ldg(kv_indptr + entry) <= page;
   }
   int32_t count = low;
 #pragma unroll
@@ -211,21 +231,14 @@ class Cursor {
   }
   __device__ __forceinline__ void load_requests(int32_t first) {
     first_request_ = first;
-    const int32_t request = first + lane_;
     bool poisoned = false;
     lane_begin_ = 0;
     lane_length_ = 0;
-    if (request < p_.batch) {
-      const int32_t page = __ldg(p_.kv_indptr + request);
-      const int32_t pages = __ldg(p_.kv_indptr + request + 1) - page;
-      int32_t last = page_.size;
-      if (p_.kv_last_page_len != nullptr) {
-        last = __ldg(p_.kv_last_page_len + request);
-        poisoned = last < 0 || last > page_.size;
-        if (poisoned) last = page_.size;
-      }
-      lane_begin_ = page * page_.size;
-      lane_length_ = pages > 0 ? (pages - 1) * page_.size + last : 0;
+    if (first + lane_ < p_.batch) {
+      const Request request(p_, first + lane_);
+      poisoned = request.poisoned;
+      lane_begin_ = request.begin;
+      lane_length_ = request.length;
     }
     nonempty_mask_ = __ballot_sync(kAllLanes, lane_length_ > 0);
     poison_mask_ = __ballot_sync(kAllLanes, poisoned);
@@ -243,6 +256,9 @@ class Cursor {
     const int32_t next = __shfl_sync(kAllLanes, ids_next_, k & 31);
     return k < 32 ? now : next;
   }
+  // One copy of the warp: 16 bytes a lane.
+  static constexpr int kLanesPerRow = kRowBytes / 16;
+  static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
   // A lane's place `rows` (a multiple of the rows of one copy) further down.
   static __device__ __forceinline__ uint32_t later_row(uint32_t lane_dst, int rows) {
     return (lane_dst ^ (kRowBytes >= 128 ? rows & 7 : rows >> 1 & 3) * 16) + rows * kRowBytes;
@@ -250,8 +266,6 @@ class Cursor {
   // 16 rows at equal distances; rows from `wanted` on are zero-filled.
   __device__ __forceinline__ void copy_block(uint32_t dst, const char* src, int64_t row_stride,
                                              int32_t wanted) {
-    constexpr int kLanesPerRow = kRowBytes / 16;
-    constexpr int kRowsPerCopy = 32 / kLanesPerRow;
     const int chunk = lane_ % kLanesPerRow, first_row = lane_ / kLanesPerRow;
     src += first_row * row_stride + chunk * 16;
     const uint32_t lane_dst = swizzled(swizzled_row(dst, first_row), chunk);
@@ -264,8 +278,6 @@ class Cursor {
   }
   // `offset` (bytes) is that of the lane's row; rows not in the mask are zero-filled.
   __device__ __forceinline__ void copy_rows(uint32_t dst, const char* base, int64_t offset, uint32_t rows) {
-    constexpr int kLanesPerRow = kRowBytes / 16;
-    constexpr int kRowsPerCopy = 32 / kLanesPerRow;
     const int chunk = lane_ % kLanesPerRow, first_row = lane_ / kLanesPerRow;
     base += chunk * 16;
     const uint32_t lane_dst = swizzled(swizzled_row(dst, first_row), chunk);
@@ -277,7 +289,6 @@ class Cursor {
     }
   }
 
- private:
   const DecodeParams& p_;
   const PageSize page_;
   const int lane_;

@@ -47,10 +47,7 @@ __device__ __forceinline__ void write_empty_requests(const DecodeParams& p) {
   const int heads = p.num_kv_heads * kGroupSize;
   for (int32_t request = warp * gridDim.x + blockIdx.x; request < p.batch;
        request += gridDim.x * kMergeWarps) {
-    const int32_t pages = __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request);
-    const bool empty = pages <= 0 || (pages == 1 && p.kv_last_page_len != nullptr &&
-                                      __ldg(p.kv_last_page_len + request) == 0);
-    if (!empty) continue;
+    if (Request(p, request).length > 0) continue;
     uint4* out =
         reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.output) + output_row(p, request, 0) * kHeadDim);
     for (int i = lane; i < heads * kHeadDim / 8; i += 32) out[i] = make_uint4(0, 0, 0, 0);
@@ -79,7 +76,6 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     write_empty_requests(p);
     return;  // then num_chunks <= gridDim.x: no tickets to put back
   }
-  const bool tickets = schedule.num_chunks > static_cast<int32_t>(gridDim.x);
   if (threadIdx.x >= kStreamThreads) {
     write_empty_requests(p);
     merge_all_chunks<kHeads>(p, shared, schedule, unit_slots);
@@ -87,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   }
   stream_all_chunks<kHeads>(p, shared, schedule, unit_slots);
   // The last block to leave puts the tickets back to zero.
-  if (tickets && threadIdx.x == 0) {
+  if (hands_out_tickets(schedule) && threadIdx.x == 0) {
     __threadfence();
     if (atomicAdd(p.counters + kLeft, 1) == static_cast<int32_t>(gridDim.x) - 1) {
       p.counters[kTicket] = 0;

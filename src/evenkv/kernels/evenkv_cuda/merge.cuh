@@ -37,17 +37,13 @@ struct Merged {
     o.z = o.z * keep + other.z * take;
     o.w = o.w * keep + other.w * take;
   }
-};
 
-__device__ __forceinline__ uint32_t pack_output(float low, float high) {
-  uint32_t r;
-  if constexpr (kQueryIsHalf) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  // Into a head's row of a partial: four elements from `d` on, and m and l with the first four.
+  __device__ __forceinline__ void store(float* row, int d) const {
+    *reinterpret_cast<float4*>(row + d) = o;
+    if (d == 0) *reinterpret_cast<float2*>(row + kHeadDim) = make_float2(m, l);
   }
-  return r;
-}
+};
 
 __device__ __forceinline__ float value_scale(const DecodeParams& p, int32_t kv_head) {
   return p.v_scale != nullptr ? __ldg(p.v_scale + kv_head) : 1.0f;
@@ -62,8 +58,8 @@ __device__ __forceinline__ void write_output(const DecodeParams& p, int32_t requ
                                              const Merged& sum, float scale) {
   const int64_t row = output_row(p, request, head);
   const float factor = scale / sum.l;
-  const uint2 packed = {pack_output(sum.o.x * factor, sum.o.y * factor),
-                        pack_output(sum.o.z * factor, sum.o.w * factor)};
+  const uint2 packed = {pack_pair<kQueryIsHalf>(sum.o.x * factor, sum.o.y * factor),
+                        pack_pair<kQueryIsHalf>(sum.o.z * factor, sum.o.w * factor)};
   *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.output) + row * kHeadDim + d) = packed;
   if (d == 0) p.lse[row] = sum.m + log2f(sum.l);
 }
@@ -84,7 +80,7 @@ __device__ __forceinline__ void write_whole_piece(const DecodeParams& p, int32_t
       const float factor = scale / a.l[n][j];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint32_t both = pack_output(a.o[step][n][j] * factor, a.o[step][n][2 + j] * factor);
+        const uint32_t both = pack_pair<kQueryIsHalf>(a.o[step][n][j] * factor, a.o[step][n][2 + j] * factor);
         if constexpr (kIsFp8) {
           *reinterpret_cast<uint32_t*>(out + Attention::head_dim_of(step, 0)) = both;
         } else {
@@ -102,7 +98,6 @@ __device__ __forceinline__ void write_whole_piece(const DecodeParams& p, int32_t
 struct Piece {
   int32_t request, unit;
   uint32_t flags;  // kFirstOfPiece marks a piece that is there; kStartsBefore, kEndsAfter
-  int32_t unused;
 };
 
 // A request that a chunk boundary cuts: its partials are the chunks' scratch slots from first to last.
@@ -181,9 +176,7 @@ __device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutReq
       }
     }
     if (into_slot) {
-      float* row = chunk_slot(p, begin, begin == cut.first_chunk, kHeads, sub) + head * kPartialStride;
-      *reinterpret_cast<float4*>(row + d) = sum.o;
-      if (d == 0) *reinterpret_cast<float2*>(row + kHeadDim) = make_float2(sum.m, sum.l);
+      sum.store(chunk_slot(p, begin, begin == cut.first_chunk, kHeads, sub) + head * kPartialStride, d);
     } else {
       const UnitHeads unit(cut.unit, kHeads, sub);
       if (head < unit.heads) {

@@ -55,19 +55,12 @@ __device__ __forceinline__ Merged sum_pieces(const DecodeParams& p, SharedMemory
 __device__ __forceinline__ CutRequest locate_cut(const DecodeParams& p, const Schedule& schedule,
                                                  int32_t unit_slots, int32_t request, int32_t unit,
                                                  int32_t chunk) {
-  const int32_t page = __ldg(p.kv_indptr + request);
-  const int32_t pages = __ldg(p.kv_indptr + request + 1) - page;
-  int32_t last = p.page_size;
-  if (p.kv_last_page_len != nullptr) {
-    const int32_t given = __ldg(p.kv_last_page_len + request);
-    if (given >= 0 && given <= p.page_size) last = given;
-  }
-  const int64_t begin = static_cast<int64_t>(unit) * unit_slots + static_cast<int64_t>(page) * p.page_size;
-  const int64_t length = static_cast<int64_t>(pages - 1) * p.page_size + last;
+  const Request span(p, request);
+  const int64_t begin = static_cast<int64_t>(unit) * unit_slots + span.begin;
   // Clamped: with a kv_indptr that is not sorted these could lie anywhere, and they index the counters.
   const int32_t first = min(chunk_of(schedule, max64(begin, 0)), chunk);
   const int32_t last_chunk =
-      max(min(chunk_of(schedule, max64(begin + length - 1, 0)), schedule.num_chunks - 1), chunk);
+      max(min(chunk_of(schedule, max64(begin + span.length - 1, 0)), schedule.num_chunks - 1), chunk);
   return {request, unit, first, last_chunk, chunk - (chunk - first) % kGroupChunks};
 }
 
@@ -112,9 +105,7 @@ __device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<
           write_output(p, head_piece.request, unit.head0 + head, d, sum, value_scale(p, unit.kv_head));
         }
       } else {
-        float* row = chunk_slot(p, chunk, slot, kHeads, sub) + head * kPartialStride;
-        *reinterpret_cast<float4*>(row + d) = sum.o;
-        if (d == 0) *reinterpret_cast<float2*>(row + kHeadDim) = make_float2(sum.m, sum.l);
+        sum.store(chunk_slot(p, chunk, slot, kHeads, sub) + head * kPartialStride, d);
       }
     }
     // The chain's last thread: it has the least to sum.
@@ -172,7 +163,6 @@ template <int kHeads>
 __device__ __forceinline__ void merge_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared,
                                                  const Schedule& schedule, int32_t unit_slots) {
   const int thread = threadIdx.x - kStreamThreads;
-  const bool tickets = schedule.num_chunks > static_cast<int32_t>(gridDim.x);
   int32_t chunk = blockIdx.x;
 #pragma unroll 1
   for (uint32_t place = 0; chunk < schedule.num_chunks; ++place) {
@@ -181,8 +171,8 @@ __device__ __forceinline__ void merge_all_chunks(const DecodeParams& p, SharedMe
     barrier_wait(kPiecesReady, kThreads);
     merge_block<kHeads>(p, shared, schedule, unit_slots, chunk);
     // The streams drew the next chunk before they ended this one.
-    chunk =
-        tickets ? static_cast<int32_t>(Claim::chunk(shared.claims[(place + 1) & 1])) : schedule.num_chunks;
+    chunk = hands_out_tickets(schedule) ? static_cast<int32_t>(Claim::chunk(shared.claims[(place + 1) & 1]))
+                                        : schedule.num_chunks;
     barrier_wait(kMergeBarrier, kMergeThreads);
     if (thread == 0) *static_cast<volatile int32_t*>(&shared.chunks_read) = place + 1;
     if (shared.cuts[0].request < 0 && shared.cuts[1].request < 0) continue;

@@ -76,16 +76,19 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// Two floats to the tensor core's 16-bit type; `low` lands in the low half.
-__device__ __forceinline__ uint32_t pack_mma(float low, float high) {
+// Two floats to fp16 or bf16; `low` lands in the low half.
+template <bool kHalf>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   uint32_t r;
-  if constexpr (kMmaHalf) {
+  if constexpr (kHalf) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   } else {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   }
   return r;
 }
+// To the tensor core's type, and back.
+__device__ __forceinline__ uint32_t pack_mma(float low, float high) { return pack_pair<kMmaHalf>(low, high); }
 __device__ __forceinline__ float2 unpack_mma(uint32_t r) {
   if constexpr (kMmaHalf) {
     return __half22float2(*reinterpret_cast<const __half2*>(&r));

@@ -36,6 +36,11 @@ struct Claim {
   }
 };
 
+// Whether there are more chunks than blocks, so that later ones go by ticket.
+__device__ __forceinline__ bool hands_out_tickets(const Schedule& schedule) {
+  return schedule.num_chunks > static_cast<int32_t>(gridDim.x);
+}
+
 // A word that another warp of the block writes.
 template <typename T>
 __device__ __forceinline__ T read_shared(const T* word) {

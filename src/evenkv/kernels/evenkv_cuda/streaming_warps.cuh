@@ -69,7 +69,7 @@ class Producer {
   // The block's next chunk: the first warp that runs dry draws the ticket, as late as that, for the others
   // too.
   __device__ __forceinline__ int32_t claim_chunk() {
-    if (schedule_.num_chunks <= static_cast<int32_t>(gridDim.x)) return schedule_.num_chunks;
+    if (!hands_out_tickets(schedule_)) return schedule_.num_chunks;
     uint32_t chunk = 0;
     if ((threadIdx.x & 31) == 0) {
       const uint32_t place = chunks_begun_;
@@ -160,7 +160,7 @@ __device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedM
           const int last = tile.flags & kLastOfChunk ? 1 : 0;
           attention.store_partial(piece_slot<kHeads>(p, shared, warp, last));
           if (sub == 0 && lane == 0) {
-            shared.cut_pieces[part][last] = {tile.request, tile.unit, kFirstOfPiece | cut, 0};
+            shared.cut_pieces[part][last] = {tile.request, tile.unit, kFirstOfPiece | cut};
           }
         }
       }
