@@ -10,24 +10,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import kernel_lab  # noqa: E402
+import kernel_stamps  # noqa: E402
 import kernel_variants  # noqa: E402
 
 from evenkv.spec.family import SEED_DEFINITION, parse_name  # noqa: E402
 
-
-@pytest.fixture
-def with_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernel_variants.VARIANTS, "timeline", kernel_variants.TIMELINE)
+INSTRUMENTS = [f"base{kernel_lab.STAMPED}", f"base{kernel_lab.TIMED}"]
 
 
-@pytest.mark.parametrize("variant", [*kernel_variants.VARIANTS, "timeline"])
-@pytest.mark.usefixtures("with_timeline")
+@pytest.mark.parametrize("variant", [*kernel_variants.VARIANTS, *INSTRUMENTS])
 def test_every_edit_hits_and_changes_the_solution(variant: str) -> None:
     spec = parse_name(SEED_DEFINITION)
     solution = kernel_lab.variant_solution(variant, spec)
     assert solution.name == f"evenkv_cuda_h5_kv1_d128_ps1_{variant}"
     sources = {source.path: source.content for source in solution.sources}
-    for file, _, replacement in kernel_variants.VARIANTS[variant]:
+    for file, _, replacement in kernel_lab.edits_of(variant):
         assert replacement in sources[file]
 
 
@@ -41,3 +38,17 @@ def test_cases_are_distinct_and_the_captured_step_is_whole() -> None:
     cases = {case.name: case for case in kernel_lab.lab_cases()}
     assert len(cases) == len(kernel_lab.lab_cases())
     assert sum(cases["63 requests h5"].lengths) == 19134
+
+
+def test_stamps_become_a_table_of_microseconds() -> None:
+    printed = "\n".join(
+        f"stamp {block} entry={1000 + block} schedule={2500 + 1000 * block} first_end={2**64 - 1}"
+        for block in range(5)
+    )
+    for stage in kernel_stamps.STAGES:
+        if f"{stage}=" not in printed:
+            printed = printed.replace("entry=", f"{stage}=0 entry=")
+    table = kernel_stamps.summarise(printed)
+    assert "5 blocks" in table
+    assert "     1.5     2.5     3.5     4.5     5.5" in table
+    assert kernel_stamps.summarise("") == "no stamps"

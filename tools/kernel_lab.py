@@ -10,6 +10,7 @@ READING a buffer before each (a flush that writes leaves dirty lines, whose writ
     python tools/kernel_lab.py                              all variants, all cases
     python tools/kernel_lab.py --variants base,rounds --cases "b32 L4096"
     python tools/kernel_lab.py --timeline --variants rounds --cases "b32 L4096"   cycles of each stage
+    python tools/kernel_lab.py --stamps --cases "b32 L4096"   when the blocks reached each stage
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -28,6 +30,7 @@ import torch
 from flashinfer_bench.data import Solution
 
 sys.path.insert(0, str(Path(__file__).parent))
+import kernel_stamps
 import kernel_variants
 
 from evenkv.library.build import build_solution
@@ -80,12 +83,23 @@ def _captured_lengths() -> tuple[int, ...]:
     return tuple(after - before for before, after in zip(indptr, indptr[1:], strict=False))
 
 
+STAMPED, TIMED = ", stamped", ", timed"
+
+
+def edits_of(variant: str) -> list[tuple[str, str, str]]:
+    """A variant's edits; its name may end in the name of an instrument."""
+    for suffix, instrument in ((STAMPED, kernel_stamps.STAMPS), (TIMED, kernel_variants.TIMELINE)):
+        if variant.endswith(suffix):
+            return [*kernel_variants.VARIANTS[variant.removesuffix(suffix)], *instrument]
+    return kernel_variants.VARIANTS[variant]
+
+
 def variant_solution(variant: str, spec: DecodeSpec) -> Solution:
     """The packed solution with the variant's edits. An edit that hits nothing is an error."""
     solution = pack_solution(find_kernel(Repository(Path()), "evenkv_cuda"), spec)
     fields = solution.model_dump(mode="json")
     fields["name"] += f"_{variant}"
-    for file, text, replacement in kernel_variants.VARIANTS[variant]:
+    for file, text, replacement in edits_of(variant):
         (source,) = (s for s in fields["sources"] if s["path"] == file)
         if text not in source["content"]:
             raise SystemExit(f"variant {variant}: {file} does not hold {text!r}; amend kernel_variants.py")
@@ -204,19 +218,46 @@ def compare(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> 
         torch.cuda.empty_cache()
 
 
-def timeline(variant: str, cases: list[LabCase], buffer: torch.Tensor) -> None:
+def timeline(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> None:
     """Prints, from the device, what each streaming warp of two blocks spent its cycles on."""
-    name = f"{variant}, timed"
-    kernel_variants.VARIANTS[name] = [*kernel_variants.VARIANTS[variant], *kernel_variants.TIMELINE]
     for case in cases:
-        call = build_solution(variant_solution(name, case.spec))
         arguments = draw(case)
-        for run in range(2):  # the first one pays for loading the module
-            flush(buffer)
-            torch.cuda.synchronize()
-            print(f"{name}: {case.name}, run {run}", flush=True)
+        for variant in variants:
+            call = build_solution(variant_solution(variant, case.spec))
+            for _ in range(2):  # the first one pays for loading the module
+                printed = _printed(call, arguments, buffer)
+            print(f"{variant}: {case.name}\n{printed}", flush=True)
+
+
+def _printed(call: Any, arguments: list[Any], buffer: torch.Tensor) -> str:
+    """What a launch printed from the device."""
+    flush(buffer)
+    torch.cuda.synchronize()
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), 1)
+        try:
             call(*arguments)
             torch.cuda.synchronize()
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+        file.seek(0)
+        return file.read()
+
+
+def stamps(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> None:
+    """Prints when the blocks of a launch reached each stage, on one clock."""
+    for case in cases:
+        arguments = draw(case)
+        for variant in variants:
+            call = build_solution(variant_solution(variant, case.spec))
+            for _ in range(3):  # the first launch prints nothing, the second one what a slow first one noted
+                printed = _printed(call, arguments, buffer)
+            print(f"{variant}: {case.name}\n{kernel_stamps.summarise(printed)}", flush=True)
+        del arguments
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -224,6 +265,7 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(kernel_variants.VARIANTS))
     parser.add_argument("--cases", default="", help="comma-separated parts of case names; empty: all")
     parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--stamps", action="store_true")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("kernel_lab: wanted a CUDA GPU, found none.")
@@ -231,12 +273,11 @@ def main() -> None:
     cases = [case for case in lab_cases() if not parts or any(part in case.name for part in parts)]
     buffer = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
     variants = chosen.variants.split(",")
-    if chosen.timeline:
-        for variant in variants:
-            timeline(variant, cases, buffer)
-        return
+    suffix = STAMPED if chosen.stamps else TIMED if chosen.timeline else ""
+    variants = [variant + suffix for variant in variants]
     build_all({(variant, case.spec) for variant in variants for case in cases})
-    compare(variants, cases, buffer)
+    show = stamps if chosen.stamps else timeline if chosen.timeline else compare
+    show(variants, cases, buffer)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,123 @@
+"""Edits of the authored sources that make every block write down when it reached each stage.
+
+The clock is the GPU's global timer, the same on all SMs. A launch prints what the launch before it noted, a
+line a block: `stamp BLOCK NAME=nanoseconds ...`, which `summarise` turns into a table.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+Edit = tuple[str, str, str]
+
+_STREAM = "streaming_warps.cuh"
+_MERGE = "merging_warps.cuh"
+_BLOCK = "static_cast<int32_t>(blockIdx.x)"
+# Columns: the order of a block's life. Streams note the earliest and the latest of their warps.
+STAGES = ("entry", "schedule", "primed", "arrived", "first_end", "last_end", "pieces", "merged", "exit")
+_SLOTS = {name: i for i, name in enumerate(STAGES)}
+_WIDTH = 16
+
+
+def _now(stage: str) -> str:
+    return f"note_stage({_SLOTS[stage]});"
+
+
+_FORMAT = " ".join(f"{name}=%llu" for name in STAGES)
+_VALUES = ", ".join(f"row[{i}]" for i in range(len(STAGES)))
+_HELPERS = f"""
+__device__ unsigned long long block_stages[1024][{_WIDTH}];
+__device__ __forceinline__ unsigned long long global_time() {{
+  unsigned long long t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}}
+__device__ __forceinline__ void note_stage(int stage) {{ block_stages[{_BLOCK}][stage] = global_time(); }}
+__device__ __forceinline__ void note_first(int stage) {{
+  atomicMin(&block_stages[{_BLOCK}][stage], global_time());
+}}
+__device__ __forceinline__ void note_last(int stage) {{
+  atomicMax(&block_stages[{_BLOCK}][stage], global_time());
+}}
+__device__ __forceinline__ void print_stages() {{
+  unsigned long long* row = block_stages[{_BLOCK}];
+  if (row[0] != 0) {{
+    printf("stamp %d {_FORMAT}\\n", {_BLOCK}, {_VALUES});
+  }}
+  for (int i = 0; i < {_WIDTH}; ++i) row[i] = 0;
+  row[{_SLOTS["first_end"]}] = ~0ull;
+  row[0] = global_time();
+}}
+"""
+
+STAMPS: list[Edit] = [
+    ("kernel.cu", "#include <map>", "#include <cstdio>\n#include <map>"),
+    ("ptx.cuh", "// Named barriers of a block: some", _HELPERS + "\n// Named barriers of a block: some"),
+    (
+        "kernel.cuh",
+        "  // Slots count in 32 bits; the binding",
+        "  if (threadIdx.x == 0) print_stages();\n  // Slots count in 32 bits; the binding",
+    ),
+    (
+        "kernel.cuh",
+        "  if (static_cast<int32_t>(blockIdx.x) >= schedule.num_chunks) {",
+        f"  if (threadIdx.x == 0) {_now('schedule')}\n"
+        "  if (static_cast<int32_t>(blockIdx.x) >= schedule.num_chunks) {",
+    ),
+    (
+        "kernel.cuh",
+        "    merge_all_chunks<kHeads>(p, shared, schedule, unit_slots);\n",
+        "    merge_all_chunks<kHeads>(p, shared, schedule, unit_slots);\n"
+        f"    if (threadIdx.x == kStreamThreads) {_now('exit')}\n",
+    ),
+    (
+        _STREAM,
+        "    if (consumed < 0) continue;\n",
+        f"    if (consumed < 0) continue;\n    if (consumed == 0 && threadIdx.x == 0) {_now('primed')}\n",
+    ),
+    (
+        _STREAM,
+        "      __syncwarp();  // all lanes' copies of the tile arrived\n",
+        "      __syncwarp();  // all lanes' copies of the tile arrived\n"
+        f"      if (consumed == 0 && threadIdx.x == 0) {_now('arrived')}\n",
+    ),
+    (
+        _STREAM,
+        "  copy_async_wait<0>();\n}",
+        f"  copy_async_wait<0>();\n  if (lane == 0) {{\n    note_first({_SLOTS['first_end']});\n"
+        f"    note_last({_SLOTS['last_end']});\n  }}\n}}",
+    ),
+    (
+        _MERGE,
+        "    barrier_wait(kPiecesReady, kThreads);\n",
+        f"    barrier_wait(kPiecesReady, kThreads);\n    if (thread == 0) {_now('pieces')}\n",
+    ),
+    (
+        _MERGE,
+        "    // The streams drew the next chunk before they ended this one.\n",
+        f"    if (thread == 0) {_now('merged')}\n"
+        "    // The streams drew the next chunk before they ended this one.\n",
+    ),
+]
+
+
+def summarise(printed: str) -> str:
+    """A table in microseconds since the first block's entry: minimum, quartiles and maximum of each stage."""
+    rows = [
+        {name: int(ns) for name, ns in re.findall(r"(\w+)=(\d+)", line)}
+        for line in printed.splitlines()
+        if line.startswith("stamp ")
+    ]
+    if not rows:
+        return "no stamps"
+    begin = min(row["entry"] for row in rows)
+    lines = [f"{'stage':12s}{'min':>8s}{'25%':>8s}{'50%':>8s}{'75%':>8s}{'max':>8s}   ({len(rows)} blocks)"]
+    for stage in STAGES:
+        times = sorted((row[stage] - begin) / 1e3 for row in rows if begin <= row[stage] < 1 << 63)
+        if len(times) < 2:
+            lines.append(f"{stage:12s} " + " ".join(f"{t:.1f}" for t in times))
+            continue
+        quarters = statistics.quantiles(times, n=4, method="inclusive")
+        lines.append(f"{stage:12s}" + "".join(f"{t:8.1f}" for t in (times[0], *quarters, times[-1])))
+    return "\n".join(lines)
