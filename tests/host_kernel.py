@@ -41,6 +41,7 @@ class _Params(ctypes.Structure):
         + [(name, ctypes.c_int32) for name in ("batch", "num_kv_heads", "num_pages", "page_size")]
         + [("num_kv_indices", ctypes.c_int32), ("sm_scale", ctypes.c_float)]
         + [("partials", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("workers", ctypes.c_int32)]
+        + [("page_multiplier", ctypes.c_uint32), ("page_shift", ctypes.c_int32)]
     )
 
 

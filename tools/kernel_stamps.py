@@ -1,7 +1,8 @@
 """Edits of the authored sources that make every block write down when it reached each stage.
 
-The clock is the GPU's global timer, the same on all SMs. A launch prints what the launch before it noted, a
-line a block: `stamp BLOCK NAME=nanoseconds ...`, which `summarise` turns into a table.
+The clock is the GPU's global timer, the same on all SMs. A launch whose sm_scale is PRINT only prints what
+the launch before it noted, a line a block:
+`stamp BLOCK NAME=nanoseconds ...`, which `summarise` turns into a table.
 """
 
 from __future__ import annotations
@@ -15,9 +16,21 @@ _STREAM = "streaming_warps.cuh"
 _MERGE = "merging_warps.cuh"
 _BLOCK = "static_cast<int32_t>(blockIdx.x)"
 # Columns: the order of a block's life. Streams note the earliest and the latest of their warps.
-STAGES = ("entry", "schedule", "primed", "arrived", "first_end", "last_end", "pieces", "merged", "exit")
+STAGES = (
+    "entry",
+    "schedule",
+    "rehearsed",
+    "primed",
+    "arrived",
+    "first_end",
+    "last_end",
+    "pieces",
+    "merged",
+    "exit",
+)
 _SLOTS = {name: i for i, name in enumerate(STAGES)}
 _WIDTH = 16
+PRINT = 12345.0
 
 
 def _now(stage: str) -> str:
@@ -47,7 +60,6 @@ __device__ __forceinline__ void print_stages() {{
   }}
   for (int i = 0; i < {_WIDTH}; ++i) row[i] = 0;
   row[{_SLOTS["first_end"]}] = ~0ull;
-  row[0] = global_time();
 }}
 """
 
@@ -57,18 +69,19 @@ STAMPS: list[Edit] = [
     (
         "kernel.cuh",
         "  // Slots count in 32 bits; the binding",
-        "  if (threadIdx.x == 0) print_stages();\n  // Slots count in 32 bits; the binding",
+        f"  if (p.sm_scale == {PRINT}f) {{\n    if (threadIdx.x == 0) print_stages();\n    return;\n  }}\n"
+        f"  if (threadIdx.x == 0) {_now('entry')}\n"
+        "  // Slots count in 32 bits; the binding",
     ),
     (
         "kernel.cuh",
-        "  if (static_cast<int32_t>(blockIdx.x) >= schedule.num_chunks) {",
-        f"  if (threadIdx.x == 0) {_now('schedule')}\n"
-        "  if (static_cast<int32_t>(blockIdx.x) >= schedule.num_chunks) {",
+        "  const int warp = threadIdx.x / 32;\n",
+        f"  if (threadIdx.x == 0) {_now('schedule')}\n  const int warp = threadIdx.x / 32;\n",
     ),
     (
         "kernel.cuh",
-        "    merge_all_chunks<kHeads>(p, shared, schedule, unit_slots);\n",
-        "    merge_all_chunks<kHeads>(p, shared, schedule, unit_slots);\n"
+        "    merge_all_chunks(p, shared, schedule);\n",
+        "    merge_all_chunks(p, shared, schedule);\n"
         f"    if (threadIdx.x == kStreamThreads) {_now('exit')}\n",
     ),
     (
@@ -90,14 +103,20 @@ STAMPS: list[Edit] = [
     ),
     (
         _MERGE,
-        "    barrier_wait(kPiecesReady, kThreads);\n",
-        f"    barrier_wait(kPiecesReady, kThreads);\n    if (thread == 0) {_now('pieces')}\n",
+        "    if (place >= 0) {\n",
+        f"    if (place == 0 && threadIdx.x == kStreamThreads) {_now('rehearsed')}\n    if (place >= 0) {{\n",
     ),
     (
         _MERGE,
-        "    // The streams drew the next chunk before they ended this one.\n",
-        f"    if (thread == 0) {_now('merged')}\n"
-        "    // The streams drew the next chunk before they ended this one.\n",
+        "      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n",
+        "      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n"
+        f"      if (threadIdx.x == kStreamThreads) {_now('pieces')}\n",
+    ),
+    (
+        _MERGE,
+        "    if (thread == 0) publish_shared(&shared_.chunks_read, place + 1);\n",
+        "    if (thread == 0) publish_shared(&shared_.chunks_read, place + 1);\n"
+        f"    if (thread == 0) {_now('merged')}\n",
     ),
 ]
 

@@ -17,46 +17,17 @@ _COPY = (
     '::"r"(dst), "l"(src), "r"(valid) : "memory");'
 )
 
-# Draws the next ticket three tiles before the part ends, and brings that chunk's page ids to L2 meanwhile.
-_CLAIM_AHEAD = [
-    (
-        "streaming_warps.cuh",
-        "    if (!in_chunk_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk(claim_chunk());\n",
-        """    const bool near_end = !in_chunk_ || cursor_.slots_left() <= 3 * kTileTokens;
-    if (next_chunk_ < 0 && near_end && !at_end_ && chunks_begun_ <= chunks_done + 1) {
-      next_chunk_ = claim_chunk();
-      if (next_chunk_ < schedule_.num_chunks) {
-        const ChunkRange range = chunk_range(schedule_, next_chunk_);
-        const int64_t first = range.begin + (range.end - range.begin) * (threadIdx.x / 32) / kWarps;
-        const int32_t page = static_cast<int32_t>(first % unit_slots_) / p_.page_size;
-        const int32_t entry = page + threadIdx.x % 32 * 32;
-        if (threadIdx.x % 32 < 4 && entry < p_.num_kv_indices) prefetch_l2(p_.kv_indices + entry);
-      }
-    }
-    if (!in_chunk_ && next_chunk_ >= 0) {
-      enter_chunk(next_chunk_);
-      next_chunk_ = -1;
-    }
-""",
-    ),
-    (
-        "streaming_warps.cuh",
-        "  int32_t produced_ = 0, chunks_begun_ = 0;\n",
-        "  int32_t produced_ = 0, chunks_begun_ = 0, next_chunk_ = -1;\n",
-    ),
-    (
-        "cursor.cuh",
-        "  __device__ __forceinline__ int32_t unit() const { return unit_; }\n",
-        "  __device__ __forceinline__ int32_t unit() const { return unit_; }\n"
-        "  __device__ __forceinline__ int32_t slots_left() const { return unit_end_ - slot_ + left_; }\n",
-    ),
-]
-
 VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "base": [],
     "rounds": _ROUNDS,
     "rounds 7/8": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
-    "claim ahead": [*_ROUNDS, *_CLAIM_AHEAD],
+    "rounds 7/8 fine": [
+        _schedule(1024, 128),
+        ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS),
+    ],
+    "plan late": [*_ROUNDS, ("tuning.cuh", "kPlanAheadSlots = 6 *", "kPlanAheadSlots = 2 *")],
+    "no rehearsal": [("merging_warps.cuh", "int32_t place = -1;;", "int32_t place = 0;;")],
+    "2 stages": [("tuning.cuh", "kMostStages = 4", "kMostStages = 2")],
     "no pairs": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = int64_t{1} << 40")],
     "no id prefetch": [("tuning.cuh", "kPrefetchedIds = 1 << 18", "kPrefetchedIds = 0")],
     # DRAM is asked for the whole row at its first 32 bytes.

@@ -40,6 +40,7 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 #include "tuning.cuh"
@@ -201,10 +202,6 @@ template <typename T>
 T __ldg(const T* p) {
   return *p;
 }
-template <typename T>
-T __ldcg(const T* p) {
-  return *p;
-}
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<uint32_t>(x)); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
@@ -230,16 +227,10 @@ T atomicAdd(T* p, U value) {
   return before;
 }
 template <typename T>
-T atomicCAS(T* p, T expected, T value) {
+T atomicMax(T* p, T value) {
   const T before = *p;
-  if (before == expected) *p = value;
-  return before;
-}
-template <typename T>
-T atomicExch(T* p, T value) {
-  evenkv::host_gpu::give_way();  // others meet the state in between
-  const T before = *p;
-  *p = value;
+  *p = std::max(before, value);
+  ++evenkv::host_gpu::progress;
   return before;
 }
 inline uint32_t __ballot_sync(uint32_t, bool vote) {
@@ -299,6 +290,9 @@ void copy_async_wait() {
   }
 }
 inline void prefetch_l2(const void*) {}
+inline void nap() { host_gpu::give_way(); }
+inline float2 load_partial_2(const float* p) { return {p[0], p[1]}; }
+inline float4 load_partial_4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 inline void barrier_wait(int barrier, int threads) { host_gpu::barrier(barrier, threads, true); }
 inline void barrier_arrive(int barrier, int threads) { host_gpu::barrier(barrier, threads, false); }
 
@@ -348,9 +342,7 @@ template <bool kHalf>
 inline uint32_t pack_pair(float low, float high) {
   return kHalf ? host_gpu::pack_f16(low, high) : host_gpu::pack_bf16(low, high);
 }
-inline uint32_t pack_mma(float low, float high) {
-  return pack_pair<kMmaHalf>(low, high);
-}
+inline uint32_t pack_mma(float low, float high) { return pack_pair<kMmaHalf>(low, high); }
 inline float2 unpack_mma(uint32_t r) {
   return {host_gpu::mma_value(r & 0xffff), host_gpu::mma_value(r >> 16)};
 }

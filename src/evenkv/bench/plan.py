@@ -11,28 +11,38 @@ from dataclasses import dataclass
 
 from evenkv.bench import grid
 from evenkv.bench.case import Case, Family
+from evenkv.bench.effort import CAPTURE_WARM_UP_CALLS, LONG_US, ROUNDS, effort
 from evenkv.bench.record import MIN_ITERATIONS
 from evenkv.errors import EvenkvError
 
 DEFAULT_COPY_GBPS = 4250.0
 # Time that a plan without --minutes aims at: the whole protocol in under 25 minutes, the smoke test in one.
+# What is left of them is for the start: processes, self-test, builds that are cached.
 FULL_BUDGET_S = 24 * 60.0
 SMOKE_BUDGET_S = 45.0
 
 # Timed calls of a case, by what the budget allows; the protocol's floor comes last.
 _ITERATIONS = (300, 200, MIN_ITERATIONS)
-# Calls this long scatter by less than a percent: more than the floor would tell nothing new.
-_LONG_US = 1000.0
 
-# On an H200: launch and exit of a kernel, a flush of L2 before a timed call; beside them what a case costs
-# in inputs and checks, an implementation in set-up, and a family in allocation.
+# On an H200, beside the bytes: launch and exit of a kernel; and before each call its new inputs, the poison in
+# its outputs, the markers (12 us together) and the flush of L2 (60 us).
 _LAUNCH_US = 12.0
-_FLUSH_US = 80.0
-_CASE_S = 0.08
-_IMPLEMENTATION_S = 0.03
-_FAMILY_S = 4.0
-# Checked, eager, host-timed and cross-checked calls: no metric of the protocol, so few where they are long.
-_OTHER_CALLS, _OTHER_CALLS_LONG = 60, 20
+_BEFORE_CALL_US = 72.0
+
+# Seconds of the host while the GPU waits, of one implementation and case. CUPTI's part is measured (0.7 ms to
+# turn it on and off), as is that of comparing (4 ms for 64 requests in float64); the rest is reckoned.
+_PREPARE_S = 0.010  # of a setting: tables and queries drawn, plan() or scheduler metadata, a graph captured
+_CHECK_S = 0.006  # of the check before timing: rows handed over, 64 requests compared
+_ROUND_S = 0.004  # of a timed command: CUPTI on and off, 160 records read, 16 requests compared, clocks read
+_HOST_CALL_S = 0.0002  # of a call that is launched by hand: idle before it, up to 0.1 ms in Python
+# The same of a case, for all implementations: the reference in fp32, rows on the disk; and of a family: its
+# pools freed, made, filled and shared.
+_CASE_S = 0.06
+_COPY_ROUND_S = 0.002
+_FAMILY_S = 3.0
+
+# Ways to call it that are tried in every case; one where nothing stands here.
+_SETTINGS = {"fa3": 2}
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,6 @@ def slowness(impl: str, case: Case) -> float:
     fp8 = case.kv_dtype.startswith("float8")
     if impl == "flashinfer-cc":
         return max(1.0, group * (0.88 if fp8 else 0.33))
-    if impl == "flashinfer-xqa" and group == 1:
-        return 0.0  # It has no such kernel.
     skew = 1.0
     if impl in ("flashinfer-tc", "flashinfer-xqa"):
         # A long request among short ones is cut into too few pieces.
@@ -68,18 +76,32 @@ def slowness(impl: str, case: Case) -> float:
 
 def iterations_for(case: Case, wanted: int, copy_gbps: float) -> int:
     """Timed calls of a case: as wanted, but the floor for long ones."""
-    return MIN_ITERATIONS if roofline_us(case, copy_gbps) > _LONG_US else max(wanted, MIN_ITERATIONS)
+    return MIN_ITERATIONS if roofline_us(case, copy_gbps) > LONG_US else max(wanted, MIN_ITERATIONS)
+
+
+def implementation_seconds(impl: str, case: Case, iterations: int, copy_gbps: float) -> float:
+    """Seconds that one implementation takes of a case, from its preparation to its last call."""
+    call_us = roofline_us(case, copy_gbps) * slowness(impl, case)
+    more, settings = effort(call_us), _SETTINGS.get(impl, 1)
+    # A call of its own before the graph is captured, and what the capture itself takes.
+    calls = settings * (1 + CAPTURE_WARM_UP_CALLS)
+    calls += settings * more.trial if settings > 1 else 0
+    calls += 1 + 1 + (ROUNDS - 1) * more.warm_up + iterations  # the check, the rounds
+    by_hand = more.warm_up + more.eager + more.host
+    calls += by_hand + more.wall
+    host = settings * _PREPARE_S + _CHECK_S + (ROUNDS + 1) * _ROUND_S + by_hand * _HOST_CALL_S
+    return calls * (call_us + _BEFORE_CALL_US) * 1e-6 + host
 
 
 def case_seconds(case: Case, implementations: Sequence[str], wanted: int, copy_gbps: float) -> float:
     """Seconds that measuring one case takes, preparation and checks included."""
     if grid.is_skipped(case) or not implementations:
         return 0.0
-    base = roofline_us(case, copy_gbps)
     iterations = iterations_for(case, wanted, copy_gbps)
-    calls = iterations + (_OTHER_CALLS_LONG if base > _LONG_US else _OTHER_CALLS)
-    timed = sum(base * slowness(impl, case) + _FLUSH_US for impl in implementations) * calls * 1e-6
-    return timed + _CASE_S + _IMPLEMENTATION_S * len(implementations)
+    copy_us = roofline_us(case, copy_gbps)
+    copies = ROUNDS * (1 + effort(copy_us).copies)
+    shared = _CASE_S + ROUNDS * _COPY_ROUND_S + copies * (copy_us + _BEFORE_CALL_US) * 1e-6
+    return shared + sum(implementation_seconds(impl, case, iterations, copy_gbps) for impl in implementations)
 
 
 def total_seconds(

@@ -25,9 +25,8 @@ from evenkv.bench.device.inputs import (
     pool_bytes,
 )
 from evenkv.bench.device.timing import CudaMachine
+from evenkv.bench.effort import effort
 
-_WARM_UP_CALLS = 2
-_TRIAL_REPLAYS = 5
 # Graphs of earlier cases leave their memory in pools that no other graph takes from: past this it goes back.
 _TIDY_BYTES = 1 << 30
 
@@ -164,7 +163,12 @@ class Subject:
         return self._rows(running.prepared.returned, requests)
 
     def time_graph(
-        self, variants: Sequence[int], cold: bool, checked: int, requests: Sequence[int]
+        self,
+        variants: Sequence[int],
+        cold: bool,
+        checked: int,
+        requests: Sequence[int],
+        warm_up: int = 1,
     ) -> tuple[list[float], Rows]:
         """Replays, each with fresh queries on poisoned outputs.
 
@@ -174,6 +178,8 @@ class Subject:
             Which queries each timed call gets.
         checked : int
             The timed call whose output is handed over.
+        warm_up : int
+            Replays before those that are timed.
 
         Returns
         -------
@@ -188,18 +194,19 @@ class Subject:
                 kept.append(self._rows(running.replay_returned, requests))
 
         before = [self._before(running.replay_returned, variant, cold) for variant in variants]
-        for prepare in before[:_WARM_UP_CALLS]:
+        for prepare in before[:warm_up]:
             prepare()
             running.replay()
         times = self._machine.timer.times(running.replay, before, after)
         return times, kept[0]
 
-    def time_eager(self, variants: Sequence[int], cold: bool) -> list[float]:
-        """Microseconds on the device of calls that are launched one by one."""
+    def time_eager(self, variants: Sequence[int], cold: bool, warm_up: int = 1) -> list[float]:
+        """Microseconds on the device of calls that are launched one by one, after `warm_up` untimed ones."""
         running = self._get()
         before = [self._before(running.prepared.returned, variant, cold) for variant in variants]
-        before[0]()
-        running.prepared.call()
+        for prepare in before[:warm_up]:
+            prepare()
+            running.prepared.call()
         return self._machine.timer.times(running.prepared.call, before, lambda _: None)
 
     def time_host(self, variants: Sequence[int]) -> list[float]:
@@ -230,9 +237,10 @@ class Subject:
         return _Running(tensors, prepared, setting, replay, prepared.returned)
 
     def _trial_us(self, running: _Running) -> float:
-        before = [self._machine.flush] * _TRIAL_REPLAYS
-        running.replay()
-        times = self._machine.trial_timer().times(running.replay, before, lambda _: None)
+        timer, flush = self._machine.trial_timer(), self._machine.flush
+        times = timer.times(running.replay, [flush], lambda _: None)
+        if more := effort(times[0]).trial - 1:  # then the first one was a warm-up
+            times = timer.times(running.replay, [flush] * more, lambda _: None)
         return statistics.median(times)
 
     def _before(self, returned: Returned, variant: int, cold: bool) -> Callable[[], None]:

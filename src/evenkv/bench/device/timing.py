@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from evenkv.bench.device.spans import Record, StrayWork, spans
+from evenkv.bench.effort import CAPTURE_WARM_UP_CALLS
 from evenkv.errors import EvenkvError
 
 Call = Callable[[], None]
@@ -186,7 +187,7 @@ def wall_times(call: Call, before: Sequence[Call]) -> list[float]:
 
 
 def capture(call: Call, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """The call as a CUDA graph, captured on a side stream after three calls there.
+    """The call as a CUDA graph, captured on a side stream after a call there.
 
     Raises
     ------
@@ -198,7 +199,7 @@ def capture(call: Call, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     # Not `with torch.cuda.graph(...)`: it collects garbage and empties the allocator's cache at every
     # capture.
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(CAPTURE_WARM_UP_CALLS):
             call()
         torch.cuda.synchronize()
         graph.capture_begin()

@@ -21,15 +21,16 @@ from evenkv.bench.device.inputs import QUERY_VARIANTS
 from evenkv.bench.device.spans import summary
 from evenkv.bench.device.verdict import hidden_work, throttling
 from evenkv.bench.device.worker import WorkerFault
+from evenkv.bench.effort import ROUNDS, effort
 from evenkv.bench.protocol import Outcome
 from evenkv.bench.record import OURS, Timer
 
 BASELINE = "flashinfer-tc"
-ROUNDS = 5
 
-_EAGER_CALLS = 20
-_FEW_CALLS = 5
-_LONG_US = 2000.0  # calls that long are repeated less often where the median of 100 is not asked for
+# Requests of a round's checked call that are compared, drawn anew each time from the case's sample: with all
+# 64 of the sample the host would spend more time on comparing than the GPU on calls. That the WHOLE output
+# was written is checked every time.
+_ROUND_REQUESTS = 16
 
 
 class Link(Protocol):
@@ -157,24 +158,22 @@ class _CaseRun:
                     self._round(trial, calls)
                 except WorkerFault as fault:
                     trial.outcome = self._outcome(trial, fault.status, fault.reason)
+            count = effort(statistics.median(copies) if copies else 0.0).copies
             copies += patient(
-                self._setup.keeper,
-                "matched_copy",
-                kv_bytes=kv_bytes,
-                count=max(_FEW_CALLS, calls // 2),
-                cold=self._cold,
+                self._setup.keeper, "matched_copy", kv_bytes=kv_bytes, count=count, cold=self._cold
             )
         return copies
 
     def finish(self, trial: _Trial, copies: Sequence[float]) -> None:
         """Eager and host times, the cross-check by the host's clock, and the outcome."""
         median, p10, p90 = summary(trial.times)
-        few = median > _LONG_US
-        variants = self._variants(_FEW_CALLS if few else _EAGER_CALLS)
+        calls, draw, cold = effort(median), self._variants, self._cold
         try:
-            eager = patient(trial.link, "time_eager", variants=variants, cold=self._cold)
-            host = trial.link.call("time_host", variants=variants)
-            walls = trial.link.call("time_wall", variants=self._variants(_FEW_CALLS), cold=self._cold)
+            eager = patient(
+                trial.link, "time_eager", variants=draw(calls.eager), cold=cold, warm_up=calls.warm_up
+            )
+            host = trial.link.call("time_host", variants=draw(calls.host))
+            walls = trial.link.call("time_wall", variants=draw(calls.wall), cold=cold)
             trial.link.call("finish")
         except WorkerFault as fault:
             trial.outcome = self._outcome(trial, fault.status, fault.reason)
@@ -206,7 +205,7 @@ class _CaseRun:
         verdicts = []
         for variant in variants:
             rows = trial.link.call("check", variant=variant, requests=self._reference.requests)
-            verdicts.append(self._judge(trial, rows, variant))
+            verdicts.append(self._judge(trial, rows, variant, range(len(self._reference.requests))))
         worst = max(verdicts, key=lambda verdict: (bool(verdict.faults), verdict.max_abs_err))
         if trial.name == BASELINE and not worst.faults:
             self._baseline_error = max(verdict.max_abs_err for verdict in verdicts)
@@ -215,6 +214,9 @@ class _CaseRun:
     def _round(self, trial: _Trial, calls: int) -> None:
         variants = self._variants(calls)
         checked = self._setup.rng.randrange(calls)
+        sampled = len(self._reference.requests)
+        warm_up = effort(statistics.median(trial.times)).warm_up if trial.times else 1
+        places = sorted(self._setup.rng.sample(range(sampled), min(sampled, _ROUND_REQUESTS)))
         trial.clocks.append(self._setup.clocks())
         times, rows = patient(
             trial.link,
@@ -222,20 +224,22 @@ class _CaseRun:
             variants=variants,
             cold=self._cold,
             checked=checked,
-            requests=self._reference.requests,
+            requests=[self._reference.requests[place] for place in places],
+            warm_up=warm_up,
         )
         trial.clocks.append(self._setup.clocks())
         trial.times += times
-        verdict = self._judge(trial, rows, variants[checked])
+        verdict = self._judge(trial, rows, variants[checked], places)
         if verdict.faults:
             trial.outcome = self._wrong(trial, verdict, f"in timed call {checked} of a round: ")
 
-    def _judge(self, trial: _Trial, rows: Any, variant: int) -> Verdict:
+    def _judge(self, trial: _Trial, rows: Any, variant: int, places: Sequence[int]) -> Verdict:
+        """Of the rows of those of the sample's requests."""
         return judge(
             self._case,
             rows,
-            self._reference.outputs[variant],
-            self._reference.lses[variant],
+            self._reference.outputs[variant][list(places)],
+            self._reference.lses[variant][list(places)],
             quantises_query=trial.info["quantises_query"],
             # Peers are what they are; ours must not be less accurate than the baseline allows.
             baseline_max_abs_err=self._baseline_error if trial.name in OURS else None,

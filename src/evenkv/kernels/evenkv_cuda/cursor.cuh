@@ -9,17 +9,11 @@ namespace evenkv {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// page_size is a run-time value; powers of two divide by a shift.
-struct PageSize {
-  int32_t size, shift;  // shift is -1 for other sizes
-
-  __device__ __forceinline__ explicit PageSize(int32_t page_size) : size(page_size) {
-    shift = (page_size & (page_size - 1)) == 0 ? 31 - __clz(page_size) : -1;
-  }
-  __device__ __forceinline__ int32_t page_of(int32_t slot) const {
-    return shift >= 0 ? slot >> shift : slot / size;
-  }
-};
+// The page, within a unit, that holds a slot.
+__device__ __forceinline__ int32_t page_of(const DecodeParams& p, int32_t slot) {
+  return static_cast<int32_t>(static_cast<uint64_t>(static_cast<uint32_t>(slot)) * p.page_multiplier >>
+                              p.page_shift);
+}
 
 // Where a request's slots begin within a unit, and how many tokens it has: the one reading of the page
 // tables.
@@ -65,7 +59,8 @@ enum TileFlags : uint32_t {
 __device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_t batch, int32_t page) {
   const int lane = threadIdx.x & 31;
   int32_t low = 0, high = batch + 1;  // the count of entries <= page lies in [low, high]
-  while (high - low > 256) {          // 32-ary search down to a range that one pass counts
+#pragma unroll 1
+  while (high - low > 256) {  // 32-ary search down to a range that one pass counts
     const int32_t step = (high - low + 32) / 33;
     const int32_t probe = low + step * (lane + 1) - 1;
     const bool below = probe < high && __ldg(kv_indptr + probe) <= page;
@@ -99,8 +94,8 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row_base, int chunk) {
 class Cursor {
  public:
   __device__ __forceinline__ Cursor(const DecodeParams& p, int32_t unit_slots)
-      : p_(p), page_(p.page_size), lane_(threadIdx.x & 31), unit_slots_(unit_slots) {
-    id_limit_ = min(page_.page_of(unit_slots), p.num_kv_indices);
+      : p_(p), lane_(threadIdx.x & 31), unit_slots_(unit_slots) {
+    id_limit_ = min(page_of(p_, unit_slots), p.num_kv_indices);
   }
 
   // Starts a walk over `slots` positions from `unit`, `slot` on.
@@ -113,8 +108,8 @@ class Cursor {
     if (slots <= 0) return;
     unit_end_ = min(unit_slots_, slot + slots);
     left_ = slots - (unit_end_ - slot);
-    load_ids(page_.page_of(slot));
-    load_requests(find_request(p_.kv_indptr, p_.batch, page_.page_of(slot)));
+    load_ids(page_of(p_, slot));
+    load_requests(find_request(p_.kv_indptr, p_.batch, page_of(p_, slot)));
     take_request(0);
     slot_ = min(max(slot_, begin_), unit_end_);
   }
@@ -137,7 +132,7 @@ class Cursor {
 
   // Enqueues the tile's copies into `stage` (a shared address) and describes it. `head` is the KV head.
   __device__ __forceinline__ Tile copy_tile(uint32_t stage, int32_t head) {
-    const int32_t first_index = page_.page_of(tile_slot_);
+    const int32_t first_index = page_of(p_, tile_slot_);
     if (first_index >= id_base_ + 64) {
       load_ids(first_index);
     } else if (first_index >= id_base_ + 32) {
@@ -149,18 +144,18 @@ class Cursor {
     const char* values = static_cast<const char*>(p_.v_cache) + head * p_.v_stride_head * kElementBytes;
     const uint32_t value_stage = stage + kTileTokens * kRowBytes;
     uint32_t unreadable = 0;
-    if (((page_.size | tile_slot_) & 15) == 0) {
+    if (((p_.page_size | tile_slot_) & 15) == 0) {
       // Each 16 rows lie in one page, side by side.
 #pragma unroll
       for (int block = 0; block < kTileRowBlocks; ++block) {
         const int32_t slot = tile_slot_ + block * 16;
-        const int32_t index = page_.page_of(slot);
+        const int32_t index = page_of(p_, slot);
         const int32_t rows = min(16, tile_tokens_ - block * 16);
         const int32_t id = listed_id(index);
         const bool readable = static_cast<uint32_t>(id) < static_cast<uint32_t>(p_.num_pages);
         if (!readable && rows > 0) unreadable |= ((1u << rows) - 1) << (block * 16);
         const int64_t page = readable ? id : 0;
-        const int64_t in_page = slot - index * page_.size;
+        const int64_t in_page = slot - index * p_.page_size;
         const int32_t wanted = readable ? rows : 0;
         copy_block(stage + block * 16 * kRowBytes,
                    keys + (page * p_.k_stride_page + in_page * p_.k_stride_slot) * kElementBytes,
@@ -172,14 +167,14 @@ class Cursor {
     } else {
       // Lane i finds row i.
       const int32_t slot = tile_slot_ + lane_;
-      const int32_t index = page_.page_of(slot);
+      const int32_t index = page_of(p_, slot);
       const int32_t id = listed_id(index);
       const bool wanted = lane_ < tile_tokens_;
       const bool readable = static_cast<uint32_t>(id) < static_cast<uint32_t>(p_.num_pages);
       const uint32_t rows = __ballot_sync(kAllLanes, wanted && readable);
       unreadable = __ballot_sync(kAllLanes, wanted && !readable);
       const int64_t page = wanted && readable ? id : 0;
-      const int64_t in_page = wanted && readable ? slot - index * page_.size : 0;
+      const int64_t in_page = wanted && readable ? slot - index * p_.page_size : 0;
       copy_rows(stage, keys, (page * p_.k_stride_page + in_page * p_.k_stride_slot) * kElementBytes, rows);
       copy_rows(value_stage, values, (page * p_.v_stride_page + in_page * p_.v_stride_slot) * kElementBytes,
                 rows);
@@ -189,10 +184,13 @@ class Cursor {
   }
 
   __device__ __forceinline__ int32_t unit() const { return unit_; }
+  // Slots of the walk that no tile took yet.
+  __device__ __forceinline__ int32_t slots_left() const { return unit_end_ - slot_ + left_; }
 
  private:
   // Finds the next token after a request or a unit ended.
   __device__ __forceinline__ bool seek() {
+#pragma unroll 1
     while (true) {
       if (slot_ >= unit_end_) {
         if (left_ <= 0) return false;
@@ -290,7 +288,6 @@ class Cursor {
   }
 
   const DecodeParams& p_;
-  const PageSize page_;
   const int lane_;
   const int32_t unit_slots_;  // slots of one unit
   int32_t id_limit_;          // page ids that may be read

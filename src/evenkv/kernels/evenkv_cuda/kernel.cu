@@ -55,9 +55,10 @@ struct Scratch {
 
 // Two launches that may overlap never share scratch: one per stream, and within a capture one per captured
 // stream, since a graph may be replayed on any stream and its branches may overlap. Entries live as long as
-// the process.
+// the process. A stream is known by its id, which no later stream gets; within a capture, which does not let
+// ids be asked for, by its handle.
 using ScratchKey =
-    std::tuple<int, unsigned long long, unsigned long long>;  // device, stream's id, capture's id
+    std::tuple<int, unsigned long long, unsigned long long>;  // device, stream, capture's id or 0
 std::mutex scratch_mutex;
 std::map<ScratchKey, Scratch> scratch_of;
 
@@ -87,11 +88,16 @@ const char* allocate(Scratch& scratch, int workers, size_t partial_bytes) {
 const char* get_scratch(int device, cudaStream_t stream, int workers, size_t partial_bytes, Scratch& out) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0, id = 0;
-  if (failed(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo") ||
-      failed(cudaStreamGetId(stream, &id), "cudaStreamGetId")) {
+  if (failed(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo")) {
     return message.c_str();
   }
-  const ScratchKey key{device, id, status == cudaStreamCaptureStatusActive ? capture : 0};
+  if (status == cudaStreamCaptureStatusActive) {
+    id = reinterpret_cast<uintptr_t>(stream);
+  } else {
+    capture = 0;
+    if (failed(cudaStreamGetId(stream, &id), "cudaStreamGetId")) return message.c_str();
+  }
+  const ScratchKey key{device, id, capture};
   const std::lock_guard<std::mutex> lock(scratch_mutex);
   Scratch& scratch = scratch_of[key];
   if (scratch.partial_bytes < partial_bytes) {
@@ -127,8 +133,7 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
   }
   static_assert(sizeof(SharedMemory<kHeads>) <= kSharedBudget,
                 "tuning.cuh counted less than SharedMemory holds");
-  const size_t slots =
-      static_cast<size_t>(workers) * (kChunksPerWorkerBound * 2 * kHeads + kWarps * kPieceSlots);
+  const size_t slots = scratch_slots<kHeads>(workers);
   Scratch scratch;
   if (const char* error =
           get_scratch(device, stream, workers, slots * kPartialFloats * sizeof(float), scratch)) {
@@ -137,6 +142,7 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
   p.partials = scratch.partials;
   p.counters = scratch.counters;
   p.workers = workers;
+  set_page_divisor(p);
   // Blocks that cannot get a chunk need not start. The bound comes from shapes; lengths stay on the device.
   const int64_t units = static_cast<int64_t>(p.num_kv_heads) * kParts / kHeads;
   const int64_t most_slots = units * p.num_kv_indices * p.page_size;

@@ -11,27 +11,32 @@
 #pragma once
 
 #include "merging_warps.cuh"
+#include "planning_warp.cuh"
 #include "streaming_warps.cuh"
 
 namespace evenkv {
 
 // What every block reads soon, into L2 at once: the lines lie in DRAM, and each is at the head of a chain of
-// reads.
-__device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
+// reads. The first requests' go to L1: every warp looks for its own there.
+template <int kHeads>
+__device__ __forceinline__ void prefetch_inputs(const DecodeParams& p, SharedMemory<kHeads>& shared) {
   const int32_t thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
   constexpr int kLineInts = 32, kRowLines = kHeadDim * 2 / 128;
-  for (int32_t i = thread; i * kLineInts <= p.batch; i += threads) {
-    prefetch_l2(p.kv_indptr + i * kLineInts);
-    if (p.kv_last_page_len != nullptr && i * kLineInts < p.batch)
-      prefetch_l2(p.kv_last_page_len + i * kLineInts);
+  if (static_cast<int32_t>(threadIdx.x) * kLineInts <= min(p.batch, 255)) {
+    touch(shared, p.kv_indptr + threadIdx.x * kLineInts);
+    if (p.kv_last_page_len != nullptr && static_cast<int32_t>(threadIdx.x) * kLineInts < p.batch) {
+      touch(shared, p.kv_last_page_len + threadIdx.x * kLineInts);
+    }
   }
   // Page ids of small problems; large ones read theirs far ahead of use.
   if (p.num_kv_indices <= kPrefetchedIds) {
+#pragma unroll 1
     for (int32_t i = thread; i * kLineInts < p.num_kv_indices; i += threads) {
       prefetch_l2(p.kv_indices + i * kLineInts);
     }
   }
   const int32_t heads = p.num_kv_heads * kGroupSize;
+#pragma unroll 1
   for (int32_t i = thread; i < p.batch * heads * kRowLines; i += threads) {
     const int32_t row = i / kRowLines, request = row / heads;
     const int64_t element = request * p.q_stride_batch + (row - request * heads) * p.q_stride_head;
@@ -39,18 +44,19 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
   }
 }
 
-// Requests without tokens have no slots on the line: the merging warps look after them while they wait, each
-// its share (in a block without a chunk too).
+// Requests without tokens have no slots on the line: the planning warps look after them, each its share (in a
+// block without a chunk too).
 __device__ __forceinline__ void write_empty_requests(const DecodeParams& p) {
-  const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x) / 32 - kWarps;
-  if (warp < 0) return;
+  const int lane = threadIdx.x & 31;
   const int heads = p.num_kv_heads * kGroupSize;
-  for (int32_t request = warp * gridDim.x + blockIdx.x; request < p.batch;
-       request += gridDim.x * kMergeWarps) {
+#pragma unroll 1
+  for (int32_t request = blockIdx.x; request < p.batch; request += gridDim.x) {
     if (Request(p, request).length > 0) continue;
     uint4* out =
         reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.output) + output_row(p, request, 0) * kHeadDim);
+#pragma unroll 1
     for (int i = lane; i < heads * kHeadDim / 8; i += 32) out[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
     for (int i = lane; i < heads; i += 32) p.lse[output_row(p, request, i)] = -INFINITY;
   }
 }
@@ -62,26 +68,29 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   // Slots count in 32 bits; the binding keeps kv_indices within them, and what lies beyond is no valid table.
   const int64_t listed = static_cast<int64_t>(__ldg(p.kv_indptr + p.batch)) * p.page_size;
   const int32_t unit_slots = static_cast<int32_t>(min(max(listed, int64_t{0}), kMostSlots));
-  prefetch_inputs(p);
+  prefetch_inputs(p, shared);
   const int32_t units = p.num_kv_heads * kParts / kHeads;
   // In shared memory: a dozen registers that no thread has to spare.
   const Schedule& schedule = shared.schedule;
   if (threadIdx.x == 0) {
     shared.schedule = make_schedule(static_cast<int64_t>(units) * unit_slots, p.workers, kScheduleTuning);
-    shared.chunks_read = 0;
-    shared.claims[0] = shared.claims[1] = Claim::make(0, 0);  // place 0 is never claimed
+    shared.wanted = shared.drawn = shared.planned = shared.chunks_read = 0;
   }
   __syncthreads();
-  if (static_cast<int32_t>(blockIdx.x) >= schedule.num_chunks) {
+  const int warp = threadIdx.x / 32;
+  // Then num_chunks <= gridDim.x: no tickets to put back.
+  const bool has_chunk = static_cast<int32_t>(blockIdx.x) < schedule.num_chunks;
+  if (warp == kWarps + kMergeWarps) {
+    if (has_chunk) plan_all_chunks(p, shared, schedule, unit_slots);
     write_empty_requests(p);
-    return;  // then num_chunks <= gridDim.x: no tickets to put back
-  }
-  if (threadIdx.x >= kStreamThreads) {
-    write_empty_requests(p);
-    merge_all_chunks<kHeads>(p, shared, schedule, unit_slots);
     return;
   }
-  stream_all_chunks<kHeads>(p, shared, schedule, unit_slots);
+  if (!has_chunk) return;
+  if (warp >= kWarps) {
+    merge_all_chunks(p, shared, schedule);
+    return;
+  }
+  stream_all_chunks(p, shared, schedule, unit_slots);
   // The last block to leave puts the tickets back to zero.
   if (hands_out_tickets(schedule) && threadIdx.x == 0) {
     __threadfence();

@@ -22,26 +22,58 @@ struct UnitHeads {
 // Named barriers: the chunk's pieces are there (streams arrive, merging warps wait); among the merging warps.
 constexpr int kPiecesReady = 1, kMergeBarrier = 2;
 
-// One running sum of partials: sum of 2^(m_i - m) * (l_i, o_i).
+// A lane's share of a row (one head of a partial): quads of elements, `kRowLanes` quads apart.
+constexpr int kRowLanes = kHeadDim >= 128 ? 32 : kHeadDim / 4;
+constexpr int kQuads = kHeadDim / 4 / kRowLanes;
+
+// One running sum of partials: sum of 2^(m_i - m) * (l_i, o_i), for the lane's share of a row.
 struct Merged {
   float m = kNoMaximum, l = 0.0f;
-  float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+  float4 o[kQuads] = {};
 
-  __device__ __forceinline__ void add(float other_m, float other_l, float4 other) {
-    const float largest = fmaxf(m, other_m);
-    const float keep = exp2_fast(m - largest), take = exp2_fast(other_m - largest);
-    m = largest;
-    l = l * keep + other_l * take;
-    o.x = o.x * keep + other.x * take;
-    o.y = o.y * keep + other.y * take;
-    o.z = o.z * keep + other.z * take;
-    o.w = o.w * keep + other.w * take;
+  __device__ __forceinline__ void scale(float factor) {
+    l *= factor;
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) {
+      o[k].x *= factor;
+      o[k].y *= factor;
+      o[k].z *= factor;
+      o[k].w *= factor;
+    }
   }
-
-  // Into a head's row of a partial: four elements from `d` on, and m and l with the first four.
-  __device__ __forceinline__ void store(float* row, int d) const {
-    *reinterpret_cast<float4*>(row + d) = o;
-    if (d == 0) *reinterpret_cast<float2*>(row + kHeadDim) = make_float2(m, l);
+  __device__ __forceinline__ void add(const Merged& other, float weight) {
+    l += other.l * weight;
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) {
+      o[k].x += other.o[k].x * weight;
+      o[k].y += other.o[k].y * weight;
+      o[k].z += other.o[k].z * weight;
+      o[k].w += other.o[k].w * weight;
+    }
+  }
+  // `lane` counts within the row.
+  __device__ __forceinline__ void load(const float* row, int lane) {
+    const float2 ml = load_partial_2(row + kHeadDim);
+    m = ml.x;
+    l = ml.y;
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) o[k] = load_partial_4(row + (k * kRowLanes + lane) * 4);
+  }
+  __device__ __forceinline__ void store(float* row, int lane) const {
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) *reinterpret_cast<float4*>(row + (k * kRowLanes + lane) * 4) = o[k];
+    if (lane == 0) *reinterpret_cast<float2*>(row + kHeadDim) = make_float2(m, l);
+  }
+  // The request's result: a row of output, and its lse.
+  __device__ __forceinline__ void write(uint16_t* out, float* lse, float scale, int lane) const {
+    const float factor = scale / l;
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) {
+      *reinterpret_cast<uint2*>(out + (k * kRowLanes + lane) * 4) =
+          make_uint2(pack_pair<kQueryIsHalf>(o[k].x * factor, o[k].y * factor),
+                     pack_pair<kQueryIsHalf>(o[k].z * factor, o[k].w * factor));
+    }
+    if (lane == 0) *lse = m + log2f(l);
   }
 };
 
@@ -51,17 +83,6 @@ __device__ __forceinline__ float value_scale(const DecodeParams& p, int32_t kv_h
 
 __device__ __forceinline__ int64_t output_row(const DecodeParams& p, int32_t request, int32_t head) {
   return static_cast<int64_t>(request) * p.num_kv_heads * kGroupSize + head;
-}
-
-// Writes four output elements of one head, and lse with the first four.
-__device__ __forceinline__ void write_output(const DecodeParams& p, int32_t request, int32_t head, int32_t d,
-                                             const Merged& sum, float scale) {
-  const int64_t row = output_row(p, request, head);
-  const float factor = scale / sum.l;
-  const uint2 packed = {pack_pair<kQueryIsHalf>(sum.o.x * factor, sum.o.y * factor),
-                        pack_pair<kQueryIsHalf>(sum.o.z * factor, sum.o.w * factor)};
-  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.output) + row * kHeadDim + d) = packed;
-  if (d == 0) p.lse[row] = sum.m + log2f(sum.l);
 }
 
 // A whole request that one warp attended to: straight from its registers.
@@ -119,72 +140,8 @@ struct CutRequest {
 
 // Scratch slot of a chunk: 0 holds the request that began before the chunk, 1 the one that begins in it.
 __device__ __forceinline__ float* chunk_slot(const DecodeParams& p, int32_t chunk, int slot,
-                                             int heads_per_block, int sub) {
-  return p.partials + ((static_cast<int64_t>(chunk) * 2 + slot) * heads_per_block + sub) * kPartialFloats;
-}
-
-// All merging threads: sums the partials of chunks `begin`, `begin + stride` ... up to `end`, in this order.
-// The sum becomes the request's output, or (into_slot) the partial of chunk `begin`. Threads may form groups;
-// each sums every kThreadGroups-th partial, and the first adds the groups' sums in order.
-template <int kHeads>
-__device__ __forceinline__ void merge_chunks(const DecodeParams& p, const CutRequest& cut, int32_t begin,
-                                             int32_t end, int32_t stride, bool into_slot, Merged* shared) {
-  constexpr int kQuads = kHeadDim / 4;
-  constexpr int kElements = kHeads * kUnitHeads * kQuads;
-  constexpr int kThreadGroups = kElements >= kMergeThreads ? 1 : kMergeThreads / kElements;
-  // Partials loaded together: a trip to memory takes far longer than the sum. Large accumulators leave
-  // registers for fewer.
-  constexpr int kBatch = kSteps * kColumnBlocks > 8 ? 4 : 16;
-  const int thread = threadIdx.x - kStreamThreads;
-  const int group = kThreadGroups == 1 ? 0 : thread / kElements;
-  for (int base = 0; base < kElements; base += kMergeThreads) {
-    const int element = base + (kThreadGroups == 1 ? thread : thread % kElements);
-    const bool active = element < kElements && group < kThreadGroups;
-    const int sub = element / (kUnitHeads * kQuads), head = element / kQuads % kUnitHeads,
-              d = element % kQuads * 4;
-    Merged sum;
-    if (active) {
-#pragma unroll 1
-      for (int32_t chunk = begin + group * stride; chunk <= end; chunk += kThreadGroups * kBatch * stride) {
-        float2 ml[kBatch];
-        float4 o[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int32_t c = chunk + i * kThreadGroups * stride;
-          ml[i] = {kNoMaximum, 0.0f};
-          o[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-          if (c <= end) {
-            const float* row = chunk_slot(p, c, c == cut.first_chunk, kHeads, sub) + head * kPartialStride;
-            ml[i] = __ldcg(reinterpret_cast<const float2*>(row + kHeadDim));
-            o[i] = __ldcg(reinterpret_cast<const float4*>(row + d));
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) sum.add(ml[i].x, ml[i].y, o[i]);
-      }
-    }
-    if constexpr (kThreadGroups > 1) {
-      if (active && group > 0) shared[(group - 1) * kElements + element] = sum;
-    }
-    barrier_wait(kMergeBarrier, kMergeThreads);  // all have read: a slot may be written
-    if (!active || group > 0) continue;
-    if constexpr (kThreadGroups > 1) {
-#pragma unroll
-      for (int other = 0; other < kThreadGroups - 1; ++other) {
-        const Merged& s = shared[other * kElements + element];
-        sum.add(s.m, s.l, s.o);
-      }
-    }
-    if (into_slot) {
-      sum.store(chunk_slot(p, begin, begin == cut.first_chunk, kHeads, sub) + head * kPartialStride, d);
-    } else {
-      const UnitHeads unit(cut.unit, kHeads, sub);
-      if (head < unit.heads) {
-        write_output(p, cut.request, unit.head0 + head, d, sum, value_scale(p, unit.kv_head));
-      }
-    }
-  }
-  barrier_wait(kMergeBarrier, kMergeThreads);  // sums and slots are written
+                                             int heads_per_block) {
+  return p.partials + (static_cast<int64_t>(chunk) * 2 + slot) * heads_per_block * kPartialFloats;
 }
 
 }  // namespace evenkv

@@ -1,119 +1,88 @@
 // The merging warps of a block: they add up the streaming warps' pieces of a chunk while the next one
 // streams.
+//
+// Work is a list of jobs (a sum of partials in token order each) times rows (a head of the block's unit
+// each), dealt to the warps. All kinds of job go through one loop: small code is what a cold instruction
+// cache needs.
 #pragma once
 
 #include "shared.cuh"
 
 namespace evenkv {
 
-// The sum over a chain of pieces (bit 2 * part + index), for four elements of one head. A chain is a run of
-// last pieces (index 1), one for each part, and perhaps an early piece (index 0) at its end.
-template <int kHeads>
-__device__ __forceinline__ Merged sum_pieces(const DecodeParams& p, SharedMemory<kHeads>& shared,
-                                             uint32_t members, int sub, int head, int d) {
-  constexpr int kBlockParts = kWarps / kHeads;
-  const uint32_t early = members & 0x55555555u;
-  float2 early_ml = {kNoMaximum, 0.0f};
-  float4 early_o = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (early != 0) {  // in scratch: the longest way, so first
-    const int owner = (__ffs(early) - 1) / 2 * kHeads + sub;
-    const float* row = piece_slot<kHeads>(p, shared, owner, 0) + head * kPartialStride;
-    early_ml = *reinterpret_cast<const float2*>(row + kHeadDim);
-    early_o = *reinterpret_cast<const float4*>(row + d);
-  }
-  float2 ml[kBlockParts];
-  float4 o[kBlockParts];
-#pragma unroll
-  for (int part = 0; part < kBlockParts; ++part) {
-    ml[part] = {kNoMaximum, 0.0f};
-    o[part] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (members >> (2 * part + 1) & 1) {
-      const float* row = piece_slot<kHeads>(p, shared, part * kHeads + sub, 1) + head * kPartialStride;
-      ml[part] = *reinterpret_cast<const float2*>(row + kHeadDim);
-      o[part] = *reinterpret_cast<const float4*>(row + d);
+// Partials to add up, in order: pieces of the block's warps (bits 2 * part + index), or chunks' scratch
+// slots.
+struct Partials {
+  uint32_t pieces;
+  int32_t chunk, stride, count;
+  int32_t first_chunk;  // of the cut request: there it lies in slot 1
+
+  template <int kHeads>
+  __device__ __forceinline__ const float* take(const DecodeParams& p, SharedMemory<kHeads>& shared) {
+    if (pieces != 0) {
+      const int bit = __ffs(pieces) - 1;
+      pieces &= pieces - 1;
+      return piece_slot<kHeads>(p, shared, bit / 2 * kHeads, bit & 1);
     }
+    const int32_t c = chunk;
+    chunk += stride;
+    return chunk_slot(p, c, c == first_chunk, kHeads);
   }
+};
+
+// `offset`: of the lane's row in each partial.
+template <int kHeads>
+__device__ __forceinline__ Merged sum_partials(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                               Partials list, int32_t offset, int lane) {
+  // Loaded together: a trip to memory takes far longer than the sum.
+  constexpr int kBatch = kQuads > 1 ? 4 : 8;
   Merged sum;
+#pragma unroll 1
+  for (; list.count > 0; list.count -= kBatch) {
+    Merged others[kBatch];
+    float largest = sum.m;
 #pragma unroll
-  for (int part = 0; part < kBlockParts; ++part) sum.m = fmaxf(sum.m, ml[part].x);
-  sum.m = fmaxf(sum.m, early_ml.x);
-  const auto take = [&](float2 other, float4 value) {
-    const float weight = exp2_fast(other.x - sum.m);
-    sum.l += other.y * weight;
-    sum.o.x += value.x * weight;
-    sum.o.y += value.y * weight;
-    sum.o.z += value.z * weight;
-    sum.o.w += value.w * weight;
-  };
+    for (int i = 0; i < kBatch; ++i) {
+      if (i < list.count) others[i].load(list.take<kHeads>(p, shared) + offset, lane);
+    }
 #pragma unroll
-  for (int part = 0; part < kBlockParts; ++part) take(ml[part], o[part]);
-  take(early_ml, early_o);
+    for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, others[i].m);
+    sum.scale(exp2_fast(sum.m - largest));
+    sum.m = largest;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) sum.add(others[i], exp2_fast(others[i].m - largest));
+  }
   return sum;
 }
 
-// Where a cut request begins and ends.
-__device__ __forceinline__ CutRequest locate_cut(const DecodeParams& p, const Schedule& schedule,
-                                                 int32_t unit_slots, int32_t request, int32_t unit,
-                                                 int32_t chunk) {
-  const Request span(p, request);
-  const int64_t begin = static_cast<int64_t>(unit) * unit_slots + span.begin;
-  // Clamped: with a kv_indptr that is not sorted these could lie anywhere, and they index the counters.
-  const int32_t first = min(chunk_of(schedule, max64(begin, 0)), chunk);
-  const int32_t last_chunk =
-      max(min(chunk_of(schedule, max64(begin + span.length - 1, 0)), schedule.num_chunks - 1), chunk);
-  return {request, unit, first, last_chunk, chunk - (chunk - first) % kGroupChunks};
-}
+// The runs of pieces that belong to one request each. Lane i of a warp looks at piece i.
+struct Chains {
+  uint32_t present = 0, leaders = 0;
+  bool starts_before = false, ends_after = false;  // the first one reaches into the chunk, the last one out
 
-// Merges the warps' cut pieces of a chunk: whole requests are written, cut ones go to the chunk's scratch
-// slots and are noted in shared.cuts. Called by all merging threads.
-template <int kHeads>
-__device__ __forceinline__ void merge_block(const DecodeParams& p, SharedMemory<kHeads>& shared,
-                                            const Schedule& schedule, int32_t unit_slots, int32_t chunk) {
-  constexpr int kPieces = kWarps / kHeads * 2;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 - kWarps;
-  // Lane i looks at piece i; chains are runs of pieces of one request.
-  uint32_t flags = 0;
-  if (lane < kPieces) flags = shared.cut_pieces[lane / 2][lane % 2].flags;
-  const uint32_t present = __ballot_sync(kAllLanes, flags != 0);
-  if (present == 0) return;
-  const bool leads = flags != 0 && (!(flags & kStartsBefore) || lane == __ffs(present) - 1);
-  const uint32_t leaders = __ballot_sync(kAllLanes, leads);
-  const int chains = __popc(leaders);
-  // One chain: all threads share it. Several: a warp each.
-  const int threads = chains == 1 ? kMergeThreads : 32;
-  const int thread = chains == 1 ? threadIdx.x - kStreamThreads : lane;
-  for (int chain = chains == 1 ? 0 : warp; chain < chains; chain += kMergeWarps) {
+  template <int kHeads>
+  __device__ __forceinline__ void find(const SharedMemory<kHeads>& shared) {
+    const int lane = threadIdx.x & 31;
+    uint32_t flags = 0;
+    if (lane < kWarps / kHeads * 2) flags = shared.cut_pieces[lane / 2][lane % 2].flags;
+    present = __ballot_sync(kAllLanes, flags != 0);
+    const uint32_t continued = __ballot_sync(kAllLanes, (flags & kStartsBefore) != 0);
+    const uint32_t open = __ballot_sync(kAllLanes, (flags & kEndsAfter) != 0);
+    const uint32_t first = present & -present;
+    leaders = (present & ~continued) | first;
+    starts_before = (continued & first) != 0;
+    ends_after = present != 0 && (open >> (31 - __clz(present)) & 1) != 0 && (count() > 1 || !starts_before);
+  }
+  __device__ __forceinline__ int count() const { return __popc(leaders); }
+  __device__ __forceinline__ uint32_t members(int chain) const {
     uint32_t rest = leaders;
     for (int i = 0; i < chain; ++i) rest &= rest - 1;
-    const int begin = __ffs(rest) - 1;
+    const uint32_t begin = rest & -rest;
     rest &= rest - 1;
-    const uint32_t below_end = rest == 0 ? kAllLanes : (1u << (__ffs(rest) - 1)) - 1;
-    const uint32_t members = present & (kAllLanes << begin) & below_end;
-    const int end = 31 - __clz(members);
-    const Piece head_piece = shared.cut_pieces[begin / 2][begin % 2];
-    const uint32_t cut =
-        (head_piece.flags & kStartsBefore) | (shared.cut_pieces[end / 2][end % 2].flags & kEndsAfter);
-    const int slot = (head_piece.flags & kStartsBefore) ? 0 : 1;
-    constexpr int kQuads = kHeadDim / 4;
-    for (int element = thread; element < kHeads * kUnitHeads * kQuads; element += threads) {
-      const int sub = element / (kUnitHeads * kQuads), head = element / kQuads % kUnitHeads;
-      const int d = element % kQuads * 4;
-      const Merged sum = sum_pieces<kHeads>(p, shared, members, sub, head, d);
-      if (cut == 0) {
-        const UnitHeads unit(head_piece.unit, kHeads, sub);
-        if (head < unit.heads) {
-          write_output(p, head_piece.request, unit.head0 + head, d, sum, value_scale(p, unit.kv_head));
-        }
-      } else {
-        sum.store(chunk_slot(p, chunk, slot, kHeads, sub) + head * kPartialStride, d);
-      }
-    }
-    // The chain's last thread: it has the least to sum.
-    if (cut != 0 && thread == threads - 1) {
-      shared.cuts[slot] = locate_cut(p, schedule, unit_slots, head_piece.request, head_piece.unit, chunk);
-    }
+    const uint32_t end = rest & -rest;  // 0 behind the last one
+    return present & (end - begin);
   }
-}
+};
 
 // One thread: counts the block in at a counter; true when it is the last of `expected`. What the block wrote
 // is visible to the last, and what the others wrote to this block then.
@@ -127,57 +96,140 @@ __device__ __forceinline__ bool arrive_last(int32_t* counter, int32_t expected) 
   return last;
 }
 
-// All merging threads: does what is due at the cut requests whose partials this block wrote.
+// What a chunk's pieces lead to, in this order. A cut request's partial goes to scratch; the block that
+// completes a group of kGroupChunks chunks sums the group, the one that completes the last group sums those.
+enum Phase { kPieces, kGroupOfFirst, kAllOfFirst, kGroupOfLast, kAllOfLast, kPhases };
+
 template <int kHeads>
-__device__ __forceinline__ void merge_cuts(const DecodeParams& p, SharedMemory<kHeads>& shared) {
-  const int thread = threadIdx.x - kStreamThreads;
-  Merged* sums = reinterpret_cast<Merged*>(shared.sums);
-  int32_t* arrivals = p.counters + kArrivals;
-  if (thread < 2 && shared.cuts[thread].request >= 0) {  // both at once: each takes two trips to memory
-    const CutRequest& cut = shared.cuts[thread];
-    shared.arrived_last[thread] =
-        cut.group_chunks() == 1 || arrive_last(arrivals + 2 * cut.group_first, cut.group_chunks());
-  }
-  barrier_wait(kMergeBarrier, kMergeThreads);
+class Merger {
+ public:
+  __device__ __forceinline__ Merger(const DecodeParams& p, SharedMemory<kHeads>& shared)
+      : p_(p), shared_(shared) {}
+
+  // One round through the code on scratch that nobody reads, while the first tiles travel: afterwards it lies
+  // in the instruction cache, 3 us that a small problem waits for otherwise.
+  __device__ __forceinline__ void rehearse_or_merge(bool rehearses, int32_t chunk, int32_t place) {
+    CutRequest cuts[2];
+    Chains chains;
+    if (!rehearses) {
+      const Plan& plan = shared_.plans[place % kPlans];
+      cuts[0] = plan.cuts[0];
+      cuts[1] = plan.cuts[1];
+      chains.find(shared_);
+    }
+    const uint32_t used = chains.starts_before | chains.ends_after << 1;
 #pragma unroll 1
-  for (int slot = 0; slot < 2; ++slot) {
-    const CutRequest& cut = shared.cuts[slot];
-    if (cut.request < 0 || !shared.arrived_last[slot]) continue;
-    const int32_t groups = cut.groups();
-    if (cut.group_chunks() > 1) {
-      merge_chunks<kHeads>(p, cut, cut.group_first, cut.group_first + cut.group_chunks() - 1, 1, groups > 1,
-                           sums);
-    }
-    if (groups == 1) continue;
-    // A word of its own: other threads may still be reading arrived_last.
-    if (thread == 0) shared.groups_complete[slot] = arrive_last(arrivals + 2 * cut.first_chunk + 1, groups);
-    barrier_wait(kMergeBarrier, kMergeThreads);
-    if (shared.groups_complete[slot]) {
-      merge_chunks<kHeads>(p, cut, cut.first_chunk, cut.last_chunk, kGroupChunks, false, sums);
+    for (int phase = kPieces; phase < kPhases; ++phase) {
+      const int side = phase > kAllOfFirst;
+      const CutRequest cut = side != 0 ? cuts[1] : cuts[0];
+      Partials list = {0, chunk, 1, 1, -1};
+      int jobs = 1;
+      if (phase == kPieces) {
+        if (!rehearses) jobs = chains.count();
+      } else {
+        if (!(used >> side & 1) || !shared_.arrived_last[side]) continue;
+        if (phase == kGroupOfFirst || phase == kGroupOfLast) {
+          if (cut.group_chunks() == 1) continue;
+          list = {0, cut.group_first, 1, cut.group_chunks(), cut.first_chunk};
+        } else {
+          if (cut.groups() == 1 || !completes_groups(cut)) continue;
+          list = {0, cut.first_chunk, kGroupChunks, cut.groups(), cut.first_chunk};
+        }
+      }
+      const bool to_slot = (phase == kGroupOfFirst || phase == kGroupOfLast) && cut.groups() > 1;
+      run(phase, rehearses, chunk, chains, cut, list, jobs, to_slot);
+      if (rehearses) return;
+      if (phase == kPieces && !count_in(cuts, used, place)) return;
     }
   }
-}
+
+ private:
+  static constexpr int kRows = kHeads * kUnitHeads;
+  static constexpr int kItemRows = 32 / kRowLanes;
+  static constexpr int kItems = (kRows + kItemRows - 1) / kItemRows;
+
+  // The jobs of one phase.
+  __device__ __forceinline__ void run(int phase, bool rehearses, int32_t chunk, const Chains& chains,
+                                      const CutRequest& cut, Partials list, int jobs, bool to_slot) {
+    const int warp = static_cast<int>(threadIdx.x) / 32 - kWarps, lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int item = warp; item < jobs * kItems; item += kMergeWarps) {
+      const int wanted_row = item % kItems * kItemRows + lane / kRowLanes, row = min(wanted_row, kRows - 1);
+      const int sub = row / kUnitHeads, head = row % kUnitHeads, row_lane = lane % kRowLanes;
+      int32_t request = cut.request, unit = cut.unit, slot_chunk = list.chunk;
+      int slot = to_slot ? slot_chunk == cut.first_chunk : -1;
+      if (phase == kPieces && !rehearses) {
+        const int chain = item / kItems;
+        const uint32_t members = chains.members(chain);
+        list = {members, 0, 0, __popc(members), 0};
+        const int leader = __ffs(members) - 1;
+        request = shared_.cut_pieces[leader / 2][leader % 2].request;
+        unit = shared_.cut_pieces[leader / 2][leader % 2].unit;
+        slot_chunk = chunk;
+        slot = chain == 0 && chains.starts_before ? 0 : chain == jobs - 1 && chains.ends_after ? 1 : -1;
+      }
+      const int32_t offset = sub * kPartialFloats + head * kPartialStride;
+      const Merged sum = sum_partials<kHeads>(p_, shared_, list, offset, row_lane);
+      if (slot >= 0) {
+        __syncwarp();  // all lanes have read the row that the sum may replace
+        if (row == wanted_row) sum.store(chunk_slot(p_, slot_chunk, slot, kHeads) + offset, row_lane);
+        continue;
+      }
+      const UnitHeads heads(rehearses ? 0 : unit, kHeads, sub);
+      if (row != wanted_row || head >= heads.heads) continue;
+      const int64_t out = output_row(p_, request, heads.head0 + head);
+      float* const spare = rehearsal_slot<kHeads>(p_);
+      sum.write(
+          rehearses ? reinterpret_cast<uint16_t*>(spare) : static_cast<uint16_t*>(p_.output) + out * kHeadDim,
+          rehearses ? spare : p_.lse + out, value_scale(p_, heads.kv_head), row_lane);
+    }
+  }
+
+  // After the pieces: frees them, and counts the cut requests' partials in. False where there are none.
+  __device__ __forceinline__ bool count_in(const CutRequest (&cuts)[2], uint32_t used, int32_t place) {
+    const int thread = threadIdx.x - kStreamThreads;
+    barrier_wait(kMergeBarrier, kMergeThreads);
+    if (thread == 0) publish_shared(&shared_.chunks_read, place + 1);
+    if (used == 0) return false;
+    if (thread < 2 && (used >> thread & 1)) {  // both at once: each takes two trips to memory
+      const CutRequest cut = thread == 0 ? cuts[0] : cuts[1];
+      const int32_t chunks = cut.group_chunks();
+      shared_.arrived_last[thread] =
+          chunks == 1 || arrive_last(p_.counters + kArrivals + 2 * cut.group_first, chunks);
+    }
+    barrier_wait(kMergeBarrier, kMergeThreads);
+    return true;
+  }
+
+  // After a group's sum: whether it was the last one of its request.
+  __device__ __forceinline__ bool completes_groups(const CutRequest& cut) {
+    barrier_wait(kMergeBarrier, kMergeThreads);  // the sum is written, and the flag's last value was read
+    if (threadIdx.x == kStreamThreads) {
+      shared_.groups_complete = arrive_last(p_.counters + kArrivals + 2 * cut.first_chunk + 1, cut.groups());
+    }
+    barrier_wait(kMergeBarrier, kMergeThreads);
+    return shared_.groups_complete;
+  }
+
+  const DecodeParams& p_;
+  SharedMemory<kHeads>& shared_;
+};
 
 // The merging warps: one round a chunk of the block.
 template <int kHeads>
 __device__ __forceinline__ void merge_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared,
-                                                 const Schedule& schedule, int32_t unit_slots) {
-  const int thread = threadIdx.x - kStreamThreads;
-  int32_t chunk = blockIdx.x;
+                                                 const Schedule& schedule) {
+  Merger<kHeads> merger(p, shared);
 #pragma unroll 1
-  for (uint32_t place = 0; chunk < schedule.num_chunks; ++place) {
-    if (thread < 2) shared.cuts[thread].request = -1;
-    barrier_wait(kMergeBarrier, kMergeThreads);
-    barrier_wait(kPiecesReady, kThreads);
-    merge_block<kHeads>(p, shared, schedule, unit_slots, chunk);
-    // The streams drew the next chunk before they ended this one.
-    chunk = hands_out_tickets(schedule) ? static_cast<int32_t>(Claim::chunk(shared.claims[(place + 1) & 1]))
-                                        : schedule.num_chunks;
-    barrier_wait(kMergeBarrier, kMergeThreads);
-    if (thread == 0) *static_cast<volatile int32_t*>(&shared.chunks_read) = place + 1;
-    if (shared.cuts[0].request < 0 && shared.cuts[1].request < 0) continue;
-    merge_cuts(p, shared);
-    barrier_wait(kMergeBarrier, kMergeThreads);
+  for (int32_t place = -1;; ++place) {
+    int32_t chunk = blockIdx.x;
+    if (place >= 0) {
+      while (read_shared(&shared.planned) <= place) nap();
+      chunk = read_shared(&shared.plans[place % kPlans].chunk);
+      if (chunk >= schedule.num_chunks) return;
+      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);
+    }
+    merger.rehearse_or_merge(place < 0, chunk, place);
   }
 }
 

@@ -28,6 +28,25 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
+// What other blocks may have written: from L2, not from this SM's L1. Shared memory too: the address is
+// generic.
+__device__ __forceinline__ float2 load_partial_2(const float* p) {
+  float2 v;
+  asm volatile("ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 load_partial_4(const float* p) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+// A warp that waits for others leaves them the issue slots.
+__device__ __forceinline__ void nap() { asm volatile("nanosleep.u32 100;"); }
+
 // Named barriers of a block: some threads arrive and go on, others wait.
 __device__ __forceinline__ void barrier_wait(int barrier, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

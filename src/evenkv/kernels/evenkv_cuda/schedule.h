@@ -12,8 +12,10 @@
 #include <cstdint>
 
 #if defined(__CUDACC__)
+#define EVENKV_UNROLL_NOT _Pragma("unroll 1")
 #define EVENKV_HOST_DEVICE __host__ __device__ __forceinline__
 #else
+#define EVENKV_UNROLL_NOT
 #define EVENKV_HOST_DEVICE inline
 #endif
 
@@ -49,10 +51,21 @@ EVENKV_HOST_DEVICE int64_t align_slots(int64_t slots) {
   return (slots + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
 
-// a / b for a >= 0, b > 0. A GPU divides 64-bit numbers in a long subroutine; these are small almost always.
+// a / b for 0 <= a < 2^51, b > 0. A GPU divides 64-bit numbers in a long subroutine, of which every use costs
+// room in the instruction cache; a double's reciprocal is right within one, which the remainder tells.
 EVENKV_HOST_DEVICE int64_t divide(int64_t a, int64_t b) {
-  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+#if defined(__CUDA_ARCH__)
+  const double divisor = static_cast<double>(b);
+  double inverse;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(inverse) : "d"(divisor));
+  inverse = fma(fma(-divisor, inverse, 1.0), inverse, inverse);  // 20 bits, then 40, then all
+  inverse = fma(fma(-divisor, inverse, 1.0), inverse, inverse);
+  const int64_t quotient = static_cast<int64_t>(static_cast<double>(a) * inverse);
+  const int64_t rest = a - quotient * b;
+  return quotient + (rest >= b ? 1 : 0) - (rest < 0 ? 1 : 0);
+#else
   return a / b;
+#endif
 }
 
 EVENKV_HOST_DEVICE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -72,6 +85,7 @@ EVENKV_HOST_DEVICE Schedule make_schedule(int64_t total, int32_t workers, Schedu
   s.tail_first = 0;
   int64_t tail = max64(tuning.min_chunk, align_slots(s.per_worker));
   if (s.per_worker > tuning.single_round_slots) {
+    EVENKV_UNROLL_NOT
     for (int k = 0; k < kRounds; ++k) {
       const int64_t slots = round_slots(s.per_worker, k);
       if (slots <= tuning.tail_chunk || s.tail_begin + slots * workers > total) break;
@@ -95,6 +109,7 @@ EVENKV_HOST_DEVICE ChunkRange chunk_range(const Schedule& s, int32_t chunk) {
     begin = s.tail_begin + (chunk - s.tail_first) * slots;
   } else {
     int k = 0;
+    EVENKV_UNROLL_NOT
     for (; chunk >= s.workers; chunk -= s.workers, ++k) begin += round_slots(s.per_worker, k) * s.workers;
     slots = round_slots(s.per_worker, k);
     begin += chunk * slots;
@@ -105,12 +120,19 @@ EVENKV_HOST_DEVICE ChunkRange chunk_range(const Schedule& s, int32_t chunk) {
   return range;
 }
 
+// A chunk is cut evenly among the warps of a block: the slots of each part; the last parts may have fewer.
+EVENKV_HOST_DEVICE int32_t slots_of_part(const ChunkRange& range, int32_t parts) {
+  const int32_t slots = static_cast<int32_t>(range.end - range.begin);
+  return static_cast<int32_t>(align_slots((slots + parts - 1) / parts));
+}
+
 // The chunk that holds a position, 0 <= position < total.
 EVENKV_HOST_DEVICE int32_t chunk_of(const Schedule& s, int64_t position) {
   if (position >= s.tail_begin) {
     return s.tail_first + static_cast<int32_t>(divide(position - s.tail_begin, s.tail_slots));
   }
   int32_t first = 0;
+  EVENKV_UNROLL_NOT
   for (int k = 0;; ++k) {
     const int64_t slots = round_slots(s.per_worker, k);
     if (position < slots * s.workers) return first + static_cast<int32_t>(divide(position, slots));

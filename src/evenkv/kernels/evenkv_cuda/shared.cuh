@@ -1,4 +1,4 @@
-// What the warps of a block share: rings, pieces, claims; and the counters that blocks share.
+// What the warps of a block share: rings, pieces, plans; and the counters that blocks share.
 #pragma once
 
 #include "merge.cuh"
@@ -9,31 +9,29 @@ namespace evenkv {
 // begins with it, and groups of the cut request that begins in it. All are zero between launches.
 constexpr int kTicket = 0, kLeft = 1, kArrivals = 2;
 
+// A chunk of the block, by its place in the block's sequence. Written by the planning warp.
+struct Plan {
+  int32_t chunk;       // num_chunks or more: the sequence is over
+  CutRequest cuts[2];  // the request that reaches into the chunk, and the one that reaches out of it
+};
+// A plan is read until its chunk's pieces are; streams are at most two chunks ahead of that.
+constexpr int kPlans = 4;
+
 template <int kHeads>
 struct SharedMemory {
   uint8_t ring[kWarps][kRingBytes];
   alignas(16)
       uint8_t pieces[kPiecesInShared ? kWarps * kPieceBytes : 16];  // each warp's last cut piece of a chunk
-  alignas(16) uint8_t sums[kSumBytes];                              // the chunk merge's
   Tile tiles[kWarps][kStages];
   Piece cut_pieces[kWarps / kHeads][2];
-  CutRequest cuts[2];
+  Plan plans[kPlans];
   Schedule schedule;
-  bool arrived_last[2], groups_complete[2];  // of the cut requests
-  int32_t chunks_read;                       // chunks whose pieces the merging warps are through with
-  unsigned long long claims[2];  // see Claim; by parity of the chunk's place in the block's sequence
-};
-
-// A chunk that the block drew: its place in the block's sequence (high word) and the chunk, or kClaiming.
-struct Claim {
-  static constexpr uint32_t kClaiming = 0xffffffffu;
-  static __device__ __forceinline__ unsigned long long make(uint32_t place, uint32_t chunk) {
-    return static_cast<unsigned long long>(place) << 32 | chunk;
-  }
-  static __device__ __forceinline__ uint32_t place(unsigned long long claim) { return claim >> 32; }
-  static __device__ __forceinline__ uint32_t chunk(unsigned long long claim) {
-    return static_cast<uint32_t>(claim);
-  }
+  bool arrived_last[2], groups_complete;  // of the cut requests
+  int32_t wanted;                         // places whose chunks the streams will ask for soon
+  int32_t drawn;                          // places whose chunk is known
+  int32_t planned;                        // places whose plan is complete
+  int32_t chunks_read;                    // chunks whose pieces the merging warps are through with
+  int32_t touched;                        // never read: see touch
 };
 
 // Whether there are more chunks than blocks, so that later ones go by ticket.
@@ -46,16 +44,38 @@ template <typename T>
 __device__ __forceinline__ T read_shared(const T* word) {
   return *static_cast<const volatile T*>(word);
 }
+// What the warp wrote before is visible to whoever reads the count; called by one lane.
+__device__ __forceinline__ void publish_shared(int32_t* count, int32_t value) {
+  __threadfence_block();
+  *static_cast<volatile int32_t*>(count) = value;
+}
 
-// Where a warp's cut piece waits for its block (see Piece): scratch behind the chunks' slots, or shared
-// memory.
+// Brings a word's line to L1: reading it is the only way that counts.
+template <int kHeads>
+__device__ __forceinline__ void touch(SharedMemory<kHeads>& shared, const void* address) {
+  if (__ldg(static_cast<const uint32_t*>(address)) == 0x80000000u) shared.touched = 1;
+}
+
+// Scratch: the chunks' slots (chunk_slot), the pieces that do not fit shared memory, a slot a block for the
+// rehearsal.
 template <int kHeads>
 __device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory<kHeads>& shared, int warp,
                                              int index) {
   if (kPiecesInShared && index == 1) return reinterpret_cast<float*>(shared.pieces) + warp * kPartialFloats;
   const int64_t slots = static_cast<int64_t>(p.workers) * kChunksPerWorkerBound * 2 * kHeads;
   return p.partials +
-         (slots + (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * kPieceSlots + index) * kPartialFloats;
+         (slots + (static_cast<int64_t>(blockIdx.x) * kPieceSlots + index) * kWarps + warp) * kPartialFloats;
+}
+template <int kHeads>
+__device__ __forceinline__ float* rehearsal_slot(const DecodeParams& p) {
+  constexpr int64_t kBefore = kChunksPerWorkerBound * 2 * kHeads + kWarps * kPieceSlots;
+  return p.partials + (p.workers * kBefore + blockIdx.x) * kPartialFloats;
+}
+
+// Slots of scratch that a launch may use.
+template <int kHeads>
+constexpr int64_t scratch_slots(int64_t workers) {
+  return workers * (kChunksPerWorkerBound * 2 * kHeads + kWarps * kPieceSlots + 1);
 }
 
 }  // namespace evenkv

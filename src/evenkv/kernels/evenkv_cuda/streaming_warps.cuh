@@ -17,25 +17,34 @@ class Producer {
         cursor_(p, unit_slots),
         unit_slots_(unit_slots),
         ring_(shared_address(shared.ring[threadIdx.x / 32])),
-        tiles_(shared.tiles[threadIdx.x / 32]) {
-    enter_chunk(blockIdx.x);
-  }
+        tiles_(shared.tiles[threadIdx.x / 32]) {}
 
   // Enqueues the next tile, if there is one and it is at most one chunk ahead of `chunks_done`.
   __device__ __forceinline__ void produce(int32_t chunks_done) {
-    if (!in_chunk_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk(claim_chunk());
+    if (!in_chunk_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk(next_chunk());
     if (in_chunk_) {
       const int lane = threadIdx.x & 31, sub = threadIdx.x / 32 % kHeads;
       const int stage = produced_ % kStages;
       Tile tile = {0, 0, 0, 0};
-      if (more_tiles_) {
-        const UnitHeads heads(cursor_.unit(), kHeads, sub);
-        tile = cursor_.copy_tile(ring_ + stage * kTileBytes, heads.kv_head);
+      // Twice at a chunk's begin: the cursor must find the first tile. A loop, for one place in the code.
+      bool again;
+#pragma unroll 1
+      do {
+        if (more_tiles_) {
+          const UnitHeads heads(cursor_.unit(), kHeads, sub);
+          tile = cursor_.copy_tile(ring_ + stage * kTileBytes, heads.kv_head);
+        }
         more_tiles_ = cursor_.next();
-      }
+        again = begins_ && more_tiles_;
+        begins_ = false;
+      } while (again);
       if (!more_tiles_) {
         tile.flags |= kLastOfChunk;
         in_chunk_ = false;
+      }
+      if (!announced_ && (!in_chunk_ || cursor_.slots_left() <= kPlanAheadSlots)) {
+        announced_ = true;
+        if (lane == 0) atomicMax(&shared_.wanted, chunks_begun_);
       }
       if (lane == 0) tiles_[stage] = tile;
       ++produced_;
@@ -54,38 +63,23 @@ class Producer {
     constexpr int kBlockParts = kWarps / kHeads;
     const int part = threadIdx.x / 32 / kHeads;
     const ChunkRange range = chunk_range(schedule_, chunk);
-    const int32_t chunk_slots = static_cast<int32_t>(range.end - range.begin);
-    const int32_t part_slots =
-        static_cast<int32_t>(align_slots((chunk_slots + kBlockParts - 1) / kBlockParts));
+    const int32_t part_slots = slots_of_part(range, kBlockParts);
     const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
     const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
     const int32_t unit = static_cast<int32_t>(divide(begin, unit_slots_));
     cursor_.begin(unit, static_cast<int32_t>(begin - static_cast<int64_t>(unit) * unit_slots_), slots);
-    more_tiles_ = cursor_.next();
-    in_chunk_ = true;
+    begins_ = in_chunk_ = true;
+    more_tiles_ = false;
+    announced_ = false;
     ++chunks_begun_;
   }
 
-  // The block's next chunk: the first warp that runs dry draws the ticket, as late as that, for the others
-  // too.
-  __device__ __forceinline__ int32_t claim_chunk() {
-    if (!hands_out_tickets(schedule_)) return schedule_.num_chunks;
-    uint32_t chunk = 0;
-    if ((threadIdx.x & 31) == 0) {
-      const uint32_t place = chunks_begun_;
-      unsigned long long* slot = &shared_.claims[place & 1];
-      const unsigned long long before = read_shared(slot);
-      if (Claim::place(before) != place &&
-          atomicCAS(slot, before, Claim::make(place, Claim::kClaiming)) == before) {
-        chunk = gridDim.x + atomicAdd(p_.counters + kTicket, 1);
-        atomicExch(slot, Claim::make(place, chunk));
-      } else {
-        do {
-          chunk = Claim::chunk(read_shared(slot));
-        } while (chunk == Claim::kClaiming);
-      }
+  // The block's next chunk, which the planning warp drew.
+  __device__ __forceinline__ int32_t next_chunk() {
+    if (chunks_begun_ == 0) return blockIdx.x;
+    while (read_shared(&shared_.drawn) <= chunks_begun_) {
     }
-    return static_cast<int32_t>(__shfl_sync(kAllLanes, chunk, 0));
+    return read_shared(&shared_.plans[chunks_begun_ % kPlans].chunk);
   }
 
   const DecodeParams& p_;
@@ -96,9 +90,11 @@ class Producer {
   const uint32_t ring_;
   Tile* const tiles_;
   int32_t produced_ = 0, chunks_begun_ = 0;
+  bool begins_ = false;      // the chunk's first tile was not sought yet
   bool more_tiles_ = false;  // the cursor stands on a tile
   bool in_chunk_ = false;    // the chunk's last tile was not enqueued yet
   bool at_end_ = false;      // no chunk is left
+  bool announced_ = false;   // the planning warp knows that the next chunk will be wanted
 };
 
 // Waits until at most `newer` tiles' copies are pending (a group a tile).
@@ -168,7 +164,7 @@ __device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedM
     if (tile.flags & kLastOfChunk) {
       own_slots();
       __syncwarp();
-      barrier_arrive(kPiecesReady, kThreads);
+      barrier_arrive(kPiecesReady, kStreamThreads + kMergeThreads);
       ++chunks_done;
       owns_slots = false;
     }

@@ -50,12 +50,12 @@ constexpr int kSharedBudget = oldest_architecture() >= 900   ? 232448
 // five times what latency alone needs. Others merge: a chunk's end costs fences and atomics, 3 us in which
 // the streams would starve. Nine to twelve warps leave 168 registers a thread, enough for groups up to 8;
 // groups up to 16 need the 255 that eight warps leave. Fewer stream where a tile is large or shared memory
-// small.
+// small. One plans: it draws tickets and touches what the next chunk begins with.
 constexpr int kWarps = kTileBytes > 8192 || kSharedBudget < 131072 ? 4 : kColumnBlocks > 1 ? 6 : 8;
-constexpr int kMergeWarps = kWarps == 8 ? 4 : 2;
+constexpr int kMergeWarps = kWarps == 8 ? 3 : kWarps == 6 ? 1 : 2;
 constexpr int kStreamThreads = kWarps * 32;
 constexpr int kMergeThreads = kMergeWarps * 32;
-constexpr int kThreads = kStreamThreads + kMergeThreads;
+constexpr int kThreads = kStreamThreads + kMergeThreads + 32;
 
 constexpr int kPartialStride = kHeadDim + 4;  // floats a head: O, then m, l and padding (spreads the banks)
 constexpr int kPartialFloats = kUnitHeads * kPartialStride;
@@ -63,14 +63,10 @@ constexpr int kPartialFloats = kUnitHeads * kPartialStride;
 constexpr bool kPiecesInShared = kUnitHeads <= 8;
 constexpr int kPieceBytes = kPiecesInShared ? kPartialFloats * 4 : 0;
 constexpr int kPieceSlots =
-    kPiecesInShared ? 1 : 2;  // a warp's pieces in scratch: the early one, and the last
-// The chunk merge splits the chunks among groups of threads where one group is small.
-constexpr bool kMergeInGroups = kUnitHeads * kHeadDim / 4 * 2 <= kMergeThreads;
-constexpr int kSumBytes = kMergeInGroups ? kMergeThreads * 32 : 16;
-constexpr int kSmallBytes = 1024;  // tiles' descriptions, schedule, claims: SharedMemory checks it
+    kPiecesInShared ? 1 : 2;       // a warp's pieces in scratch: the early one, and the last
+constexpr int kSmallBytes = 1536;  // tiles' descriptions, schedule, plans: SharedMemory checks it
 constexpr int kMostStages = 4;     // beyond, small tiles only lengthen the list of descriptions
-constexpr int kStagesThatFit =
-    (kSharedBudget - kWarps * kPieceBytes - kSumBytes - kSmallBytes) / kWarps / kTileBytes;
+constexpr int kStagesThatFit = (kSharedBudget - kWarps * kPieceBytes - kSmallBytes) / kWarps / kTileBytes;
 constexpr int kStages = kStagesThatFit < kMostStages ? kStagesThatFit : kMostStages;
 constexpr int kRingBytes = kStages * kTileBytes;
 static_assert(kStages >= 2, "no room for two tiles a warp");
@@ -78,6 +74,10 @@ static_assert(kStages >= 2, "no room for two tiles a warp");
 // Logits may pass the running maximum by 2^8 before accumulators are rescaled: fp32 sums and bf16 or fp16
 // probabilities up to 256 lose nothing, and most tiles skip the cross-lane maximum.
 constexpr float kRescaleThreshold = 8.0f;
+
+// The planning warp draws the next chunk when a warp's part of the present one has this many slots left: six
+// tiles take some 7 us, its trips to memory under load up to 5.
+constexpr int32_t kPlanAheadSlots = 6 * kTileTokens;
 
 // min_chunk: one tile for each warp. single_round_slots and tail_chunk: see docs/kernel-log.md.
 // One round below about 8 MB of bf16 a worker: measured better there than any finer cut, since a chunk's

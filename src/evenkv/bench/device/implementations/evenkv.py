@@ -30,7 +30,7 @@ class EvenkvKernel(Implementation):
 
     def missing(self) -> str | None:
         try:
-            if find_kernel(Repository(Path()), self._kernel).language == "cuda":
+            if find_kernel(Repository(Path()), self._kernel).manifest.language == "cuda":
                 find_nvcc()
                 find_cxx()
                 require_ninja()
