@@ -42,6 +42,19 @@ class Handler:
         time.sleep(600)
 
 
+def simulated_subject(name: str, case: Any) -> Any:
+    """An implementation's process with all that is its own; GPU and pools are on the CPU."""
+    from bench_device_fakes import SimulatedGpu
+
+    from evenkv.bench.device.inputs import make_pool, pool_bytes
+    from evenkv.bench.device.subject import Subject
+
+    gpu = SimulatedGpu("events")
+    subject = Subject(name, 0, "events", machine=gpu)
+    subject._pools = tuple(make_pool(pool_bytes(case), case.kv_dtype, gpu.device, half) for half in range(2))
+    return subject
+
+
 class GpuHandler:
     """Misbehaves on a real GPU."""
 

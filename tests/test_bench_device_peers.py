@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 import sys
@@ -18,7 +19,9 @@ from evenkv.bench.device.correctness import judge, reference_rows
 from evenkv.bench.device.implementations import make_implementation
 from evenkv.bench.device.inputs import build_tensors, make_pool, pool_bytes
 from evenkv.bench.device.subject import Refused, Subject
-from evenkv.bench.record import IMPLEMENTATIONS
+from evenkv.bench.device.worker import Worker
+from evenkv.bench.plan import _SETTINGS
+from evenkv.bench.record import IMPLEMENTATIONS, OURS
 from evenkv.errors import EvenkvError
 
 torch.set_num_threads(1)
@@ -151,6 +154,7 @@ def test_every_implementation_of_the_record_can_be_made(name: str) -> None:
     assert implementation.name == name
     assert implementation.quantises_query(FP8) == (name in ("flashinfer-xqa", "fa3"))
     assert not implementation.quantises_query(BF16)
+    assert len(implementation.settings(BF16)) == _SETTINGS.get(name, 1), "the plan counts them"
 
 
 def test_refusals_have_reasons() -> None:
@@ -190,6 +194,10 @@ def test_arguments_fit_the_installed_flashinfer() -> None:
     wrapper = decode.BatchDecodeWithPagedKVCacheWrapper
     inspect.signature(wrapper.__init__).bind(None, None, "NHD", use_tensor_cores=True, backend="fa2")
     inspect.signature(wrapper.run).bind(None, None, None, out=None, lse=None, return_lse=True)
+    # plan() itself takes any keyword.
+    plan = getattr(wrapper, "_plan_impl", wrapper.plan)
+    options = dict.fromkeys(("q_data_type", "kv_data_type", "sm_scale"))
+    inspect.signature(plan).bind(*[None] * 4, 32, 8, 128, 16, **options)
 
 
 def test_our_kernels_take_the_case_as_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,3 +216,54 @@ def test_our_kernels_take_the_case_as_the_definition_has_it(monkeypatch: pytest.
     arguments = dict(zip(names, prepared._arguments, strict=True))
     assert arguments["k_scale"] is tensors.k_scale and arguments["sm_scale"] == tensors.sm_scale
     assert arguments["output"] is prepared.returned[0] and arguments["lse"] is prepared.returned[1]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_kernels_say_what_they_lack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evenkv.bench.device.implementations import evenkv as ours
+
+    def lacking() -> Any:
+        raise EvenkvError("There is no nvcc.", "Install the CUDA toolkit.")
+
+    subject = Subject(name, 0, "cupti", machine=SimulatedGpu())
+    for tool in ("find_nvcc", "find_cxx", "require_ninja"):
+        monkeypatch.setattr(ours, tool, lambda: None)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert subject.describe() == (None, None)
+    if name == "evenkv-cuda":
+        monkeypatch.setattr(ours, "find_nvcc", lacking)
+    else:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    missing, version = subject.describe()
+    assert version is None
+    assert ("no nvcc" if name == "evenkv-cuda" else "triton") in (missing or "")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("case", [BF16, FP8], ids=lambda case: case.name)
+def test_the_triton_kernel_goes_through_every_command(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Under the interpreter, in a process of its own: Triton looks at the switch when it is imported.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    worker = Worker(
+        "evenkv-triton", "bench_device_handlers:simulated_subject", {"name": OURS[1], "case": case}
+    )
+    requests = list(range(case.batch))
+    pools = [make_pool(pool_bytes(case), case.kv_dtype, torch.device("cpu"), half) for half in range(2)]
+    outputs, lses = reference_rows(case, build_tensors(case, *pools, 9), requests)
+    try:
+        assert worker.call("describe") == (None, None)
+        facts = worker.call("prepare", case=case, seed=9)
+        assert facts == {"setting": "default", "plan_us": 0.0, "quantises_query": False}
+        eager = worker.call("check", variant=1, requests=requests)
+        few = {"variants": [1, 0], "cold": True}
+        times, replayed = worker.call("time_graph", **few, checked=1, requests=requests)
+        assert len(times) == 2
+        for rows, variant in ((eager, 1), (replayed, 0)):
+            assert judge(case, rows, outputs[variant], lses[variant]).faults == ()
+        assert len(worker.call("time_eager", **few, warm_up=0)) == 2
+        assert len(worker.call("time_host", variants=[0])) == 1
+        assert len(worker.call("time_wall", **few)) == 2
+        worker.call("finish")
+        assert worker.call("release") == 0
+    finally:
+        worker.end()

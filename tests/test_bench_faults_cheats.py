@@ -66,10 +66,10 @@ def test_b1_nobody_can_know_which_call_is_checked(monkeypatch: pytest.MonkeyPatc
     drawn: set[int] = set()
     original = Subject.time_graph
 
-    def watch(self: Subject, variants: Any, cold: bool, checked: int, requests: Any) -> Any:
+    def watch(self: Subject, variants: Any, cold: bool, checked: int, **rest: Any) -> Any:
         drawn.add(checked)
         assert set(variants) == {0, 1}, "queries change within a round"
-        return original(self, variants, cold, checked, requests)
+        return original(self, variants, cold, checked, **rest)
 
     monkeypatch.setattr(Subject, "time_graph", watch)
     assert tried(Kernel, iterations=100).status == "ok"

@@ -157,5 +157,24 @@ def test_the_protocol_is_plannable_in_25_minutes_and_the_smoke_test_in_one():
     assert smoke.iterations > 100 and smoke.seconds < 60
 
 
+def test_an_estimate_is_the_sum_of_what_is_done():
+    short, long = case(1, 1024), case(256, 32768)
+    for each, call_us in ((short, 13.0), (long, 8096.0)):
+        one = plan.implementation_seconds("evenkv-cuda", each, 100, 4250.0)
+        more = plan.implementation_seconds("evenkv-cuda", each, 200, 4250.0) - one
+        # 100 replays more are 100 calls with their flush, and nothing else.
+        assert more == pytest.approx(100e-6 * (call_us + 72), rel=0.02)
+        calls = (one - plan.implementation_seconds("evenkv-cuda", each, 0, 4250.0)) / more
+        assert calls == pytest.approx(1.0)
+    # Commands, captures and comparisons take the host's time, whatever the case; a setting more takes its own.
+    host = plan.implementation_seconds("evenkv-cuda", short, 0, 4250.0)
+    assert 0.03 < host < plan.implementation_seconds("fa3", short, 0, 4250.0) < 2 * host
+    # Beside the 100 replays of a long call, few others are made.
+    others = plan.implementation_seconds("evenkv-cuda", long, 0, 4250.0) - host
+    assert others < 0.1 * 100 * 8096e-6
+    family = plan.total_seconds([short], IMPLEMENTATIONS, 100, 4250.0)
+    assert family > plan.case_seconds(short, IMPLEMENTATIONS, 100, 4250.0)
+
+
 def test_no_case_is_timed_less_than_100_times():
     assert {plan.iterations_for(c, wanted, 4250.0) for c in PROTOCOL for wanted in (100, 200)} == {100, 200}

@@ -11,11 +11,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import kernel_lab  # noqa: E402
 import kernel_stamps  # noqa: E402
+import kernel_trace  # noqa: E402
 import kernel_variants  # noqa: E402
 
 from evenkv.spec.family import SEED_DEFINITION, parse_name  # noqa: E402
 
-INSTRUMENTS = [f"base{kernel_lab.STAMPED}", f"base{kernel_lab.TIMED}"]
+INSTRUMENTS = [f"base{kernel_lab.STAMPED}", f"base{kernel_lab.TRACED}"]
 
 
 @pytest.mark.parametrize("variant", [*kernel_variants.VARIANTS, *INSTRUMENTS])
@@ -52,3 +53,11 @@ def test_stamps_become_a_table_of_microseconds() -> None:
     assert "5 blocks" in table
     assert "     1.5     2.5     3.5     4.5     5.5" in table
     assert kernel_stamps.summarise("") == "no stamps"
+
+
+def test_traces_become_a_list_of_cycles() -> None:
+    assert kernel_trace.NAMES[:2] == ["entry", "schedule"]
+    printed = "trace 3 0 4294967290\ntrace 3 1 4\ntrace 0 0 7\n"
+    wanted = "warp 0: entry 0 (+0)\nwarp 3: entry 0 (+0), schedule 10 (+10)"
+    assert kernel_trace.summarise(printed) == wanted
+    assert kernel_trace.summarise("") == "no events"

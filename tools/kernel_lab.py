@@ -9,7 +9,7 @@ READING a buffer before each (a flush that writes leaves dirty lines, whose writ
 
     python tools/kernel_lab.py                              all variants, all cases
     python tools/kernel_lab.py --variants base,rounds --cases "b32 L4096"
-    python tools/kernel_lab.py --timeline --variants rounds --cases "b32 L4096"   cycles of each stage
+    python tools/kernel_lab.py --trace --variants rounds --cases "b32 L4096"    one block, step by step
     python tools/kernel_lab.py --stamps --cases "b32 L4096"   when the blocks reached each stage
 """
 
@@ -31,6 +31,7 @@ from flashinfer_bench.data import Solution
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kernel_stamps
+import kernel_trace
 import kernel_variants
 
 from evenkv.library.build import build_solution
@@ -83,12 +84,12 @@ def _captured_lengths() -> tuple[int, ...]:
     return tuple(after - before for before, after in zip(indptr, indptr[1:], strict=False))
 
 
-STAMPED, TIMED = ", stamped", ", timed"
+STAMPED, TRACED = ", stamped", ", traced"
 
 
 def edits_of(variant: str) -> list[tuple[str, str, str]]:
     """A variant's edits; its name may end in the name of an instrument."""
-    for suffix, instrument in ((STAMPED, kernel_stamps.STAMPS), (TIMED, kernel_variants.TIMELINE)):
+    for suffix, instrument in ((STAMPED, kernel_stamps.STAMPS), (TRACED, kernel_trace.TRACE)):
         if variant.endswith(suffix):
             return [*kernel_variants.VARIANTS[variant.removesuffix(suffix)], *instrument]
     return kernel_variants.VARIANTS[variant]
@@ -218,17 +219,6 @@ def compare(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> 
         torch.cuda.empty_cache()
 
 
-def timeline(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> None:
-    """Prints, from the device, what each streaming warp of two blocks spent its cycles on."""
-    for case in cases:
-        arguments = draw(case)
-        for variant in variants:
-            call = build_solution(variant_solution(variant, case.spec))
-            for _ in range(2):  # the first one pays for loading the module
-                printed = _printed(call, arguments, buffer)
-            print(f"{variant}: {case.name}\n{printed}", flush=True)
-
-
 def _printed(call: Any, arguments: list[Any], buffer: torch.Tensor) -> str:
     """What a launch printed from the device."""
     flush(buffer)
@@ -247,18 +237,19 @@ def _printed(call: Any, arguments: list[Any], buffer: torch.Tensor) -> str:
         return file.read()
 
 
-def stamps(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> None:
-    """Prints when the blocks of a launch reached each stage, on one clock."""
+def show_noted(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> None:
+    """Prints what the blocks of a launch noted: see kernel_stamps.py and kernel_trace.py."""
     for case in cases:
         arguments = draw(case)
+        printing = [*arguments[:-3], kernel_stamps.PRINT, *arguments[-2:]]
         for variant in variants:
+            tool = kernel_stamps if variant.endswith(STAMPED) else kernel_trace
             call = build_solution(variant_solution(variant, case.spec))
-            printing = [*arguments[:-3], kernel_stamps.PRINT, *arguments[-2:]]
             for _ in range(2):  # the first launch pays for loading the module
                 flush(buffer)
                 call(*arguments)
                 printed = _printed(call, printing, buffer)
-            print(f"{variant}: {case.name}\n{kernel_stamps.summarise(printed)}", flush=True)
+            print(f"{variant}: {case.name}\n{tool.summarise(printed)}", flush=True)
         del arguments
         torch.cuda.empty_cache()
 
@@ -267,7 +258,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variants", default=",".join(kernel_variants.VARIANTS))
     parser.add_argument("--cases", default="", help="comma-separated parts of case names; empty: all")
-    parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--warm", action="store_true", help="no flush of L2 between replays")
     parser.add_argument("--stamps", action="store_true")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
@@ -276,11 +268,10 @@ def main() -> None:
     cases = [case for case in lab_cases() if not parts or any(part in case.name for part in parts)]
     buffer = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
     variants = chosen.variants.split(",")
-    suffix = STAMPED if chosen.stamps else TIMED if chosen.timeline else ""
+    suffix = STAMPED if chosen.stamps else TRACED if chosen.trace else ""
     variants = [variant + suffix for variant in variants]
     build_all({(variant, case.spec) for variant in variants for case in cases})
-    show = stamps if chosen.stamps else timeline if chosen.timeline else compare
-    show(variants, cases, buffer)
+    (show_noted if suffix else compare)(variants, cases, buffer[:1] if chosen.warm else buffer)
 
 
 if __name__ == "__main__":

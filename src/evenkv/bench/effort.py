@@ -12,9 +12,6 @@ ROUNDS = 5
 # On the stream that captures, before it does: kernels may keep scratch for every stream that they meet.
 CAPTURE_WARM_UP_CALLS = 1
 
-# Beyond it a call scatters by less than a percent, and repeating it costs the run's time.
-LONG_US = 1000.0
-
 
 @dataclass(frozen=True)
 class Effort:
@@ -22,8 +19,7 @@ class Effort:
 
     Attributes
     ----------
-    warm_up : not timed, before the eager calls and before the replays of every round but the first, which
-        always has one: how long a call takes is not known then
+    warm_up : not timed, before the eager calls and before each round's replays
     eager, host : of an implementation, timed on the device and on the CPU
     wall : replays that the host's clock cross-checks; the shortest of them counts
     trial : replays that choose between an implementation's settings
@@ -40,8 +36,14 @@ class Effort:
 
 _SHORT = Effort(warm_up=1, eager=10, host=10, wall=5, trial=6, copies=6)
 _LONG = Effort(warm_up=0, eager=3, host=3, wall=2, trial=1, copies=2)
+_VERY_LONG = Effort(warm_up=0, eager=2, host=2, wall=1, trial=1, copies=1)
+# Microseconds beyond which calls scatter by a percent, and by so little that a second one tells nothing new:
+# repeating these is what a run's time goes into.
+_LONG_US, _VERY_LONG_US = 300.0, 3000.0
 
 
 def effort(call_us: float) -> Effort:
     """For calls that take about `call_us` microseconds."""
-    return _LONG if call_us > LONG_US else _SHORT
+    if call_us > _VERY_LONG_US:
+        return _VERY_LONG
+    return _LONG if call_us > _LONG_US else _SHORT

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from evenkv.bench import grid
 from evenkv.bench.case import Case, Family
-from evenkv.bench.effort import CAPTURE_WARM_UP_CALLS, LONG_US, ROUNDS, effort
+from evenkv.bench.effort import CAPTURE_WARM_UP_CALLS, ROUNDS, effort
 from evenkv.bench.record import MIN_ITERATIONS
 from evenkv.errors import EvenkvError
 
@@ -23,9 +23,11 @@ SMOKE_BUDGET_S = 45.0
 
 # Timed calls of a case, by what the budget allows; the protocol's floor comes last.
 _ITERATIONS = (300, 200, MIN_ITERATIONS)
+# Calls this long scatter by less than a percent: more than the floor would tell nothing new.
+_LONG_US = 1000.0
 
-# On an H200, beside the bytes: launch and exit of a kernel; and before each call its new inputs, the poison in
-# its outputs, the markers (12 us together) and the flush of L2 (60 us).
+# On an H200, beside the bytes: launch and exit of a kernel; and before each call its new inputs, the poison
+# in its outputs and the markers (12 us together) and the flush of L2 (60 us).
 _LAUNCH_US = 12.0
 _BEFORE_CALL_US = 72.0
 
@@ -37,9 +39,9 @@ _ROUND_S = 0.004  # of a timed command: CUPTI on and off, 160 records read, 16 r
 _HOST_CALL_S = 0.0002  # of a call that is launched by hand: idle before it, up to 0.1 ms in Python
 # The same of a case, for all implementations: the reference in fp32, rows on the disk; and of a family: its
 # pools freed, made, filled and shared.
-_CASE_S = 0.06
+_CASE_S = 0.05
 _COPY_ROUND_S = 0.002
-_FAMILY_S = 3.0
+_FAMILY_S = 2.5
 
 # Ways to call it that are tried in every case; one where nothing stands here.
 _SETTINGS = {"fa3": 2}
@@ -76,7 +78,7 @@ def slowness(impl: str, case: Case) -> float:
 
 def iterations_for(case: Case, wanted: int, copy_gbps: float) -> int:
     """Timed calls of a case: as wanted, but the floor for long ones."""
-    return MIN_ITERATIONS if roofline_us(case, copy_gbps) > LONG_US else max(wanted, MIN_ITERATIONS)
+    return MIN_ITERATIONS if roofline_us(case, copy_gbps) > _LONG_US else max(wanted, MIN_ITERATIONS)
 
 
 def implementation_seconds(impl: str, case: Case, iterations: int, copy_gbps: float) -> float:
@@ -86,7 +88,7 @@ def implementation_seconds(impl: str, case: Case, iterations: int, copy_gbps: fl
     # A call of its own before the graph is captured, and what the capture itself takes.
     calls = settings * (1 + CAPTURE_WARM_UP_CALLS)
     calls += settings * more.trial if settings > 1 else 0
-    calls += 1 + 1 + (ROUNDS - 1) * more.warm_up + iterations  # the check, the rounds
+    calls += 1 + ROUNDS * more.warm_up + iterations  # the check, the rounds
     by_hand = more.warm_up + more.eager + more.host
     calls += by_hand + more.wall
     host = settings * _PREPARE_S + _CHECK_S + (ROUNDS + 1) * _ROUND_S + by_hand * _HOST_CALL_S

@@ -124,7 +124,7 @@ def gpu_file_name(gpu: str) -> str:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows, each on the disk before the next begins; several processes may do so at once.
+    """Append rows, on the disk when this returns; several processes may do so at once.
 
     A line that an interrupted run left half-written is removed first: a row is there whole or not at all.
     """
@@ -137,7 +137,7 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
             line = memoryview(f"{row.model_dump_json()}\n".encode())
             while line:
                 line = line[os.write(handle, line) :]
-            os.fsync(handle)
+        os.fsync(handle)  # once for all: a case has six, and a run waits for it
     finally:
         os.close(handle)
 

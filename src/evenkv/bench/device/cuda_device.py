@@ -188,13 +188,9 @@ class CudaDevice:
         return {name: outcome for name, outcome in found.items() if outcome is not None}
 
     def end_family(self) -> None:
-        for worker in self._subjects.values():
-            if worker.alive:
-                try:
-                    if worker.call("release") > _WORKER_BYTES:
-                        worker.kill()
-                except WorkerFault:
-                    worker.kill()
+        alive = [worker for worker in self._subjects.values() if worker.alive]
+        with ThreadPoolExecutor(max(1, len(alive))) as pool:  # nothing is timed: side by side
+            list(pool.map(_release, alive))
         self._adopted.clear()
         self._family, self._pool = [], 0
         try:
@@ -321,6 +317,15 @@ class CudaDevice:
 
     def _share(self) -> tuple[bytes, bytes]:
         return self._ask_keeper("share")
+
+
+def _release(worker: Any) -> None:
+    """Let an implementation's process give its memory back; the process goes when it does not."""
+    try:
+        if worker.call("release") > _WORKER_BYTES:
+            worker.kill()
+    except WorkerFault:
+        worker.kill()
 
 
 class _Link:

@@ -152,16 +152,17 @@ class _CaseRun:
             live = [trial for trial in trials if trial.outcome is None]
             if not live:
                 break
-            self._setup.rng.shuffle(live)
-            for trial in live:
-                try:
-                    self._round(trial, calls)
-                except WorkerFault as fault:
-                    trial.outcome = self._outcome(trial, fault.status, fault.reason)
+            # First, because it also tells about how long the calls will take.
             count = effort(statistics.median(copies) if copies else 0.0).copies
             copies += patient(
                 self._setup.keeper, "matched_copy", kv_bytes=kv_bytes, count=count, cold=self._cold
             )
+            self._setup.rng.shuffle(live)
+            for trial in live:
+                try:
+                    self._round(trial, calls, copies)
+                except WorkerFault as fault:
+                    trial.outcome = self._outcome(trial, fault.status, fault.reason)
         return copies
 
     def finish(self, trial: _Trial, copies: Sequence[float]) -> None:
@@ -211,11 +212,10 @@ class _CaseRun:
             self._baseline_error = max(verdict.max_abs_err for verdict in verdicts)
         return worst
 
-    def _round(self, trial: _Trial, calls: int) -> None:
+    def _round(self, trial: _Trial, calls: int, copies: Sequence[float]) -> None:
         variants = self._variants(calls)
         checked = self._setup.rng.randrange(calls)
         sampled = len(self._reference.requests)
-        warm_up = effort(statistics.median(trial.times)).warm_up if trial.times else 1
         places = sorted(self._setup.rng.sample(range(sampled), min(sampled, _ROUND_REQUESTS)))
         trial.clocks.append(self._setup.clocks())
         times, rows = patient(
@@ -225,7 +225,7 @@ class _CaseRun:
             cold=self._cold,
             checked=checked,
             requests=[self._reference.requests[place] for place in places],
-            warm_up=warm_up,
+            warm_up=effort(statistics.median(trial.times or copies)).warm_up,
         )
         trial.clocks.append(self._setup.clocks())
         trial.times += times

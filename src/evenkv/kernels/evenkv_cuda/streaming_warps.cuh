@@ -77,6 +77,7 @@ class Producer {
   // The block's next chunk, which the planning warp drew.
   __device__ __forceinline__ int32_t next_chunk() {
     if (chunks_begun_ == 0) return blockIdx.x;
+    if (!hands_out_tickets(schedule_)) return schedule_.num_chunks;
     while (read_shared(&shared_.drawn) <= chunks_begun_) {
     }
     return read_shared(&shared_.plans[chunks_begun_ % kPlans].chunk);
