@@ -76,6 +76,20 @@ def test_b1_nobody_can_know_which_call_is_checked(monkeypatch: pytest.MonkeyPatc
     assert len(drawn) > 1
 
 
+def test_b1_each_round_compares_other_requests_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(BF16, batch=24, lengths=tuple(range(1, 25)))
+    asked: list[tuple[int, ...]] = []
+    original = Subject.time_graph
+
+    def watch(self: Subject, *arguments: Any, requests: Any, **rest: Any) -> Any:
+        asked.append(tuple(requests))
+        return original(self, *arguments, requests=requests, **rest)
+
+    monkeypatch.setattr(Subject, "time_graph", watch)
+    assert tried(Kernel, case).status == "ok"
+    assert {len(requests) for requests in asked} == {16} and len(set(asked)) == len(asked) == 5
+
+
 class OtherStream(Kernel):
     """B2: a short kernel where the timer looks, the work on a stream of its own."""
 

@@ -164,9 +164,7 @@ def test_an_estimate_is_the_sum_of_what_is_done():
         more = plan.implementation_seconds("evenkv-cuda", each, 200, 4250.0) - one
         # 100 replays more are 100 calls with their flush, and nothing else.
         assert more == pytest.approx(100e-6 * (call_us + 72), rel=0.02)
-        calls = (one - plan.implementation_seconds("evenkv-cuda", each, 0, 4250.0)) / more
-        assert calls == pytest.approx(1.0)
-    # Commands, captures and comparisons take the host's time, whatever the case; a setting more takes its own.
+    # Commands, captures and comparisons take the host's time in every case; a setting more takes its own.
     host = plan.implementation_seconds("evenkv-cuda", short, 0, 4250.0)
     assert 0.03 < host < plan.implementation_seconds("fa3", short, 0, 4250.0) < 2 * host
     # Beside the 100 replays of a long call, few others are made.
