@@ -68,26 +68,28 @@ STAMPS: list[Edit] = [
     ("ptx.cuh", "// Named barriers of a block: some", _HELPERS + "\n// Named barriers of a block: some"),
     (
         "kernel.cuh",
-        "  // Slots count in 32 bits; the binding",
+        "  const int warp = threadIdx.x / 32;\n",
         f"  if (p.sm_scale == {PRINT}f) {{\n    if (threadIdx.x == 0) print_stages();\n    return;\n  }}\n"
         f"  if (threadIdx.x == 0) {_now('entry')}\n"
-        "  // Slots count in 32 bits; the binding",
-    ),
-    (
-        "kernel.cuh",
         "  const int warp = threadIdx.x / 32;\n",
-        f"  if (threadIdx.x == 0) {_now('schedule')}\n  const int warp = threadIdx.x / 32;\n",
     ),
     (
         "kernel.cuh",
-        "    merge_all_chunks(p, shared, schedule);\n",
-        "    merge_all_chunks(p, shared, schedule);\n"
+        "    barrier_wait(kScheduled, kThreads);\n",
+        "    barrier_wait(kScheduled, kThreads);\n"
+        f"    if (plans && threadIdx.x % 32 == 0) {_now('schedule')}\n",
+    ),
+    (
+        "kernel.cuh",
+        "      if (has_chunk) merge_all_chunks(p, shared, schedule);\n",
+        "      if (has_chunk) merge_all_chunks(p, shared, schedule);\n"
         f"    if (threadIdx.x == kStreamThreads) {_now('exit')}\n",
     ),
     (
         _STREAM,
-        "    if (consumed < 0) continue;\n",
-        f"    if (consumed < 0) continue;\n    if (consumed == 0 && threadIdx.x == 0) {_now('primed')}\n",
+        "      if (consumed < 0 && !rehearses) continue;\n",
+        "      if (consumed < 0 && !rehearses) continue;\n"
+        f"      if (consumed == 0 && threadIdx.x == 0) {_now('primed')}\n",
     ),
     (
         _STREAM,

@@ -1,5 +1,6 @@
 """What tools/kernel_lab.py compares: edits of the authored sources. "base" is the source as it is."""
 
+_STREAM = "streaming_warps.cuh"
 _TUNING = "constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 16384, 512};"
 
 
@@ -26,14 +27,13 @@ VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "base": [],
     "rounds": _ROUNDS,
     "rounds 7/8": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
-    "rounds 7/8 fine": [
-        _schedule(1024, 128),
-        ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS),
+    "rounds coarse": [_schedule(1024, 512)],
+    "no rehearsals": [
+        ("merging_warps.cuh", "int32_t place = -1;;", "int32_t place = 0;;"),
+        (_STREAM, "rehearses && warp < kWarps / 2", "false"),
+        (_STREAM, "rehearses_copies ? 0 : kTileTokens", "0"),
     ],
-    "plan late": [*_ROUNDS, ("tuning.cuh", "kPlanAheadSlots = 6 *", "kPlanAheadSlots = 2 *")],
-    "no rehearsal": [("merging_warps.cuh", "int32_t place = -1;;", "int32_t place = 0;;")],
+    "all rehearse": [(_STREAM, "rehearses_copies ? 0 : kTileTokens", "kTileTokens")],
     "2 stages": [("tuning.cuh", "kMostStages = 4", "kMostStages = 2")],
-    "no pairs": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = int64_t{1} << 40")],
-    "no id prefetch": [("tuning.cuh", "kPrefetchedIds = 1 << 18", "kPrefetchedIds = 0")],
     "no policy": [("ptx.cuh", _COPY, _PLAIN_COPY)],
 }

@@ -291,8 +291,12 @@ void copy_async_wait() {
 }
 inline void prefetch_l2(const void*) {}
 inline void nap() { host_gpu::give_way(); }
-inline float2 load_partial_2(const float* p) { return {p[0], p[1]}; }
-inline float4 load_partial_4(const float* p) { return {p[0], p[1], p[2], p[3]}; }
+template <typename T>
+void load_partial(T& v, const float* p, bool wanted) {
+  if (wanted) memcpy(&v, p, sizeof v);
+}
+inline int32_t count_in_release(int32_t* counter) { return atomicAdd(counter, 1); }
+inline void acquire() {}
 inline void barrier_wait(int barrier, int threads) { host_gpu::barrier(barrier, threads, true); }
 inline void barrier_arrive(int barrier, int threads) { host_gpu::barrier(barrier, threads, false); }
 

@@ -93,10 +93,13 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row_base, int chunk) {
 
 class Cursor {
  public:
-  __device__ __forceinline__ Cursor(const DecodeParams& p, int32_t unit_slots)
-      : p_(p), lane_(threadIdx.x & 31), unit_slots_(unit_slots) {
-    id_limit_ = min(page_of(p_, unit_slots), p.num_kv_indices);
+  __device__ __forceinline__ explicit Cursor(const DecodeParams& p) : p_(p), lane_(threadIdx.x & 31) {}
+
+  __device__ __forceinline__ void set_unit_slots(int32_t unit_slots) {
+    unit_slots_ = unit_slots;
+    id_limit_ = min(page_of(p_, unit_slots), p_.num_kv_indices);
   }
+  __device__ __forceinline__ int32_t unit_slots() const { return unit_slots_; }
 
   // Starts a walk over `slots` positions from `unit`, `slot` on.
   __device__ __forceinline__ void begin(int32_t unit, int32_t slot, int32_t slots) {
@@ -182,6 +185,9 @@ class Cursor {
     return {first_request_ + request_lane_, unit_,
             flags_ | static_cast<uint32_t>(tile_tokens_) << Tile::kCountShift, unreadable};
   }
+
+  // Leaves the tile its place, but no tokens: its copies fill it with zeros and read nothing.
+  __device__ __forceinline__ void empty_tile() { tile_tokens_ = 0; }
 
   __device__ __forceinline__ int32_t unit() const { return unit_; }
   // Slots of the walk that no tile took yet.
@@ -289,8 +295,8 @@ class Cursor {
 
   const DecodeParams& p_;
   const int lane_;
-  const int32_t unit_slots_;  // slots of one unit
-  int32_t id_limit_;          // page ids that may be read
+  int32_t unit_slots_ = 1;  // slots of one unit
+  int32_t id_limit_ = 0;    // page ids that may be read
   int32_t unit_ = 0, slot_ = 0, unit_end_ = 0, left_ = 0;
   int32_t tile_slot_ = 0, tile_tokens_ = 0;
   uint32_t flags_ = 0, poison_flag_ = 0;

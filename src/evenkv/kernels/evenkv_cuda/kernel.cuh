@@ -16,18 +16,12 @@
 
 namespace evenkv {
 
-// What every block reads soon, into L2 at once: the lines lie in DRAM, and each is at the head of a chain of
-// reads. The first requests' go to L1: every warp looks for its own there.
-template <int kHeads>
-__device__ __forceinline__ void prefetch_inputs(const DecodeParams& p, SharedMemory<kHeads>& shared) {
-  const int32_t thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
+// The merging warps: what every block reads soon, into L2 at once. The lines lie in DRAM, and each is at the
+// head of a chain of reads.
+__device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
+  const int32_t thread = blockIdx.x * kMergeThreads + threadIdx.x - kStreamThreads;
+  const int32_t threads = gridDim.x * kMergeThreads;
   constexpr int kLineInts = 32, kRowLines = kHeadDim * 2 / 128;
-  if (static_cast<int32_t>(threadIdx.x) * kLineInts <= min(p.batch, 255)) {
-    touch(shared, p.kv_indptr + threadIdx.x * kLineInts);
-    if (p.kv_last_page_len != nullptr && static_cast<int32_t>(threadIdx.x) * kLineInts < p.batch) {
-      touch(shared, p.kv_last_page_len + threadIdx.x * kLineInts);
-    }
-  }
   // Page ids of small problems; large ones read theirs far ahead of use.
   if (p.num_kv_indices <= kPrefetchedIds) {
 #pragma unroll 1
@@ -42,6 +36,26 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& p, SharedMem
     const int64_t element = request * p.q_stride_batch + (row - request * heads) * p.q_stride_head;
     prefetch_l2(static_cast<const uint16_t*>(p.q) + element + i % kRowLines * 64);
   }
+}
+
+// The planning warp: how the line is cut, from the one number that only the device knows.
+template <int kHeads>
+__device__ __forceinline__ void make_block_schedule(const DecodeParams& p, SharedMemory<kHeads>& shared) {
+  const int32_t lane = threadIdx.x & 31;
+  const int32_t pages = __ldg(p.kv_indptr + p.batch);
+  // The first requests' lines, to L1: every warp looks for its own there.
+  if (lane * 32 <= min(p.batch, 255)) touch(shared, p.kv_indptr + lane * 32);
+  if (p.kv_last_page_len != nullptr && lane * 32 < min(p.batch, 256)) {
+    touch(shared, p.kv_last_page_len + lane * 32);
+  }
+  if (lane != 0) return;
+  // Slots count in 32 bits; the binding keeps kv_indices within them, and what lies beyond is no valid table.
+  const int64_t listed = static_cast<int64_t>(pages) * p.page_size;
+  shared.unit_slots = static_cast<int32_t>(min(max(listed, int64_t{0}), kMostSlots));
+  const int32_t units = p.num_kv_heads * kParts / kHeads;
+  shared.schedule =
+      make_schedule(static_cast<int64_t>(units) * shared.unit_slots, p.workers, kScheduleTuning);
+  shared.wanted = shared.drawn = shared.planned = shared.chunks_read = 0;
 }
 
 // Requests without tokens have no slots on the line: the planning warps look after them, each its share (in a
@@ -65,36 +79,31 @@ template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) uint8_t raw[];
   SharedMemory<kHeads>& shared = *reinterpret_cast<SharedMemory<kHeads>*>(raw);
-  // Slots count in 32 bits; the binding keeps kv_indices within them, and what lies beyond is no valid table.
-  const int64_t listed = static_cast<int64_t>(__ldg(p.kv_indptr + p.batch)) * p.page_size;
-  const int32_t unit_slots = static_cast<int32_t>(min(max(listed, int64_t{0}), kMostSlots));
-  prefetch_inputs(p, shared);
-  const int32_t units = p.num_kv_heads * kParts / kHeads;
-  // In shared memory: a dozen registers that no thread has to spare.
   const Schedule& schedule = shared.schedule;
-  if (threadIdx.x == 0) {
-    shared.schedule = make_schedule(static_cast<int64_t>(units) * unit_slots, p.workers, kScheduleTuning);
-    shared.wanted = shared.drawn = shared.planned = shared.chunks_read = 0;
-  }
-  __syncthreads();
   const int warp = threadIdx.x / 32;
-  // Then num_chunks <= gridDim.x: no tickets to put back.
-  const bool has_chunk = static_cast<int32_t>(blockIdx.x) < schedule.num_chunks;
-  if (warp == kWarps + kMergeWarps) {
-    if (has_chunk) plan_all_chunks(p, shared, schedule, unit_slots);
+  if (warp >= kWarps) {
+    const bool plans = warp == kWarps + kMergeWarps;
+    if (plans) {
+      make_block_schedule(p, shared);
+    } else {
+      prefetch_inputs(p);
+    }
+    barrier_wait(kScheduled, kThreads);
+    const bool has_chunk = static_cast<int32_t>(blockIdx.x) < schedule.num_chunks;
+    if (!plans) {
+      if (has_chunk) merge_all_chunks(p, shared, schedule);
+      return;
+    }
+    if (has_chunk) plan_all_chunks(p, shared, schedule);
     write_empty_requests(p);
     return;
   }
-  if (!has_chunk) return;
-  if (warp >= kWarps) {
-    merge_all_chunks(p, shared, schedule);
-    return;
-  }
-  stream_all_chunks(p, shared, schedule, unit_slots);
-  // The last block to leave puts the tickets back to zero.
+  stream_all_chunks(p, shared);
+  // The last block to leave puts the tickets back to zero. Without tickets there may be blocks without a
+  // chunk.
   if (hands_out_tickets(schedule) && threadIdx.x == 0) {
-    __threadfence();
-    if (atomicAdd(p.counters + kLeft, 1) == static_cast<int32_t>(gridDim.x) - 1) {
+    if (count_in_release(p.counters + kLeft) == static_cast<int32_t>(gridDim.x) - 1) {
+      acquire();
       p.counters[kTicket] = 0;
       p.counters[kLeft] = 0;
     }

@@ -10,40 +10,43 @@
 
 namespace evenkv {
 
-// Partials to add up, in order: pieces of the block's warps (bits 2 * part + index), or chunks' scratch
-// slots.
+// Partials to add up, in order: pieces of the block's warps, or chunks' scratch slots.
 struct Partials {
-  uint32_t pieces;
-  int32_t chunk, stride, count;
-  int32_t first_chunk;  // of the cut request: there it lies in slot 1
+  bool pieces;
+  int32_t first, stride, count;  // parts, or chunks
+  bool ends_early;               // pieces: the last one is its warp's first piece (index 0)
+  int32_t first_chunk;           // chunks: of the cut request; there it lies in slot 1
 
+  // Where the i-th one lies. Each lane asks for one: the arithmetic of an address costs as much as a trip to
+  // L1.
   template <int kHeads>
-  __device__ __forceinline__ const float* take(const DecodeParams& p, SharedMemory<kHeads>& shared) {
-    if (pieces != 0) {
-      const int bit = __ffs(pieces) - 1;
-      pieces &= pieces - 1;
-      return piece_slot<kHeads>(p, shared, bit / 2 * kHeads, bit & 1);
-    }
-    const int32_t c = chunk;
-    chunk += stride;
-    return chunk_slot(p, c, c == first_chunk, kHeads);
+  __device__ __forceinline__ const float* locate(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                                 int32_t i) const {
+    const int32_t place = first + i * stride;
+    if (pieces) return piece_slot<kHeads>(p, shared, place * kHeads, ends_early && i == count - 1 ? 0 : 1);
+    return chunk_slot(p, place, place == first_chunk, kHeads);
   }
 };
 
 // `offset`: of the lane's row in each partial.
 template <int kHeads>
 __device__ __forceinline__ Merged sum_partials(const DecodeParams& p, SharedMemory<kHeads>& shared,
-                                               Partials list, int32_t offset, int lane) {
+                                               const Partials& list, int32_t offset, int row_lane) {
   // Loaded together: a trip to memory takes far longer than the sum.
   constexpr int kBatch = kQuads > 1 ? 4 : 8;
+  const int lane = threadIdx.x & 31;
+  const float* mine = nullptr;
   Merged sum;
 #pragma unroll 1
-  for (; list.count > 0; list.count -= kBatch) {
+  for (int32_t begin = 0; begin < list.count; begin += kBatch) {
+    if (begin % 32 == 0) mine = list.locate<kHeads>(p, shared, begin + lane);
     Merged others[kBatch];
     float largest = sum.m;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (i < list.count) others[i].load(list.take<kHeads>(p, shared) + offset, lane);
+      const auto address =
+          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), (begin + i) % 32);
+      others[i].load(reinterpret_cast<const float*>(address) + offset, row_lane, begin + i < list.count);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, others[i].m);
@@ -55,7 +58,8 @@ __device__ __forceinline__ Merged sum_partials(const DecodeParams& p, SharedMemo
   return sum;
 }
 
-// The runs of pieces that belong to one request each. Lane i of a warp looks at piece i.
+// The runs of pieces that belong to one request each: last pieces (index 1) of parts side by side, and
+// perhaps an early one (index 0) behind them. Lane i of a warp looks at piece i.
 struct Chains {
   uint32_t present = 0, leaders = 0;
   bool starts_before = false, ends_after = false;  // the first one reaches into the chunk, the last one out
@@ -87,11 +91,11 @@ struct Chains {
 // One thread: counts the block in at a counter; true when it is the last of `expected`. What the block wrote
 // is visible to the last, and what the others wrote to this block then.
 __device__ __forceinline__ bool arrive_last(int32_t* counter, int32_t expected) {
-  __threadfence();  // cumulative: covers the writes of all threads that the barrier before ordered
-  const bool last = atomicAdd(counter, 1) == expected - 1;
+  // Cumulative: covers the writes of all threads that the barrier before ordered.
+  const bool last = count_in_release(counter) == expected - 1;
   if (last) {
     *counter = 0;
-    __threadfence();
+    acquire();
   }
   return last;
 }
@@ -122,7 +126,7 @@ class Merger {
     for (int phase = kPieces; phase < kPhases; ++phase) {
       const int side = phase > kAllOfFirst;
       const CutRequest cut = side != 0 ? cuts[1] : cuts[0];
-      Partials list = {0, chunk, 1, 1, -1};
+      Partials list = {false, chunk, 1, 1, false, -1};
       int jobs = 1;
       if (phase == kPieces) {
         if (!rehearses) jobs = chains.count();
@@ -130,10 +134,10 @@ class Merger {
         if (!(used >> side & 1) || !shared_.arrived_last[side]) continue;
         if (phase == kGroupOfFirst || phase == kGroupOfLast) {
           if (cut.group_chunks() == 1) continue;
-          list = {0, cut.group_first, 1, cut.group_chunks(), cut.first_chunk};
+          list = {false, cut.group_first, 1, cut.group_chunks(), false, cut.first_chunk};
         } else {
           if (cut.groups() == 1 || !completes_groups(cut)) continue;
-          list = {0, cut.first_chunk, kGroupChunks, cut.groups(), cut.first_chunk};
+          list = {false, cut.first_chunk, kGroupChunks, cut.groups(), false, cut.first_chunk};
         }
       }
       const bool to_slot = (phase == kGroupOfFirst || phase == kGroupOfLast) && cut.groups() > 1;
@@ -156,13 +160,13 @@ class Merger {
     for (int item = warp; item < jobs * kItems; item += kMergeWarps) {
       const int wanted_row = item % kItems * kItemRows + lane / kRowLanes, row = min(wanted_row, kRows - 1);
       const int sub = row / kUnitHeads, head = row % kUnitHeads, row_lane = lane % kRowLanes;
-      int32_t request = cut.request, unit = cut.unit, slot_chunk = list.chunk;
+      int32_t request = cut.request, unit = cut.unit, slot_chunk = list.first;
       int slot = to_slot ? slot_chunk == cut.first_chunk : -1;
       if (phase == kPieces && !rehearses) {
         const int chain = item / kItems;
         const uint32_t members = chains.members(chain);
-        list = {members, 0, 0, __popc(members), 0};
-        const int leader = __ffs(members) - 1;
+        const int leader = __ffs(members) - 1, last = 31 - __clz(members);
+        list = {true, leader / 2, 1, __popc(members), last % 2 == 0, -1};
         request = shared_.cut_pieces[leader / 2][leader % 2].request;
         unit = shared_.cut_pieces[leader / 2][leader % 2].unit;
         slot_chunk = chunk;

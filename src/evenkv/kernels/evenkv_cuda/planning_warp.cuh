@@ -23,11 +23,11 @@ __device__ __forceinline__ CutRequest locate_cut(const DecodeParams& p, const Sc
 // Touches what the streams read first of each part, and finds the chunk's cut requests.
 template <int kHeads>
 __device__ __forceinline__ void plan_chunk(const DecodeParams& p, SharedMemory<kHeads>& shared,
-                                           const Schedule& schedule, int32_t unit_slots, int32_t chunk,
-                                           Plan& plan) {
+                                           const Schedule& schedule, int32_t chunk, Plan& plan) {
   constexpr int kBlockParts = kWarps / kHeads;
   constexpr int kRowLines = kHeadDim * 2 / 128, kIdLines = 2;
   const int lane = threadIdx.x & 31;
+  const int32_t unit_slots = shared.unit_slots;
   const ChunkRange range = chunk_range(schedule, chunk);
   const int64_t part_slots = slots_of_part(range, kBlockParts);
 #pragma unroll 1
@@ -59,7 +59,7 @@ __device__ __forceinline__ void plan_chunk(const DecodeParams& p, SharedMemory<k
 
 template <int kHeads>
 __device__ __forceinline__ void plan_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared,
-                                                const Schedule& schedule, int32_t unit_slots) {
+                                                const Schedule& schedule) {
   const int lane = threadIdx.x & 31;
   int32_t chunk = blockIdx.x;
 #pragma unroll 1
@@ -78,7 +78,7 @@ __device__ __forceinline__ void plan_all_chunks(const DecodeParams& p, SharedMem
       publish_shared(&shared.drawn, place + 1);
     }
     const bool over = chunk >= schedule.num_chunks;
-    if (!over) plan_chunk(p, shared, schedule, unit_slots, chunk, plan);
+    if (!over) plan_chunk(p, shared, schedule, chunk, plan);
     if (lane == 0) publish_shared(&shared.planned, place + 1);
     if (over) return;
   }

@@ -34,20 +34,32 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
 }
 
 // What other blocks may have written: from L2, not from this SM's L1. Shared memory too: the address is
-// generic.
-__device__ __forceinline__ float2 load_partial_2(const float* p) {
-  float2 v;
-  asm volatile("ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
-  return v;
+// generic. Nothing is loaded, and `v` stays, unless it is wanted: no branch, so that loads follow each other.
+__device__ __forceinline__ void load_partial(float2& v, const float* p, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
+      "@wanted ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];\n}"
+      : "+f"(v.x), "+f"(v.y)
+      : "l"(p), "r"(static_cast<int>(wanted))
+      : "memory");
 }
-__device__ __forceinline__ float4 load_partial_4(const float* p) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
+__device__ __forceinline__ void load_partial(float4& v, const float* p, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
+      "@wanted ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+      : "l"(p), "r"(static_cast<int>(wanted))
+      : "memory");
 }
+
+// Counts in: what this thread wrote or saw written is visible to whoever counts in later and then acquires.
+// Lighter than __threadfence, which also empties L1.
+__device__ __forceinline__ int32_t count_in_release(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.add.release.gpu.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+__device__ __forceinline__ void acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // A warp that waits for others leaves them the issue slots.
 __device__ __forceinline__ void nap() { asm volatile("nanosleep.u32 100;"); }

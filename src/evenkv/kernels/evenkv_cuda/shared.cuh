@@ -26,6 +26,7 @@ struct SharedMemory {
   Piece cut_pieces[kWarps / kHeads][2];
   Plan plans[kPlans];
   Schedule schedule;
+  int32_t unit_slots;                     // slots of one unit
   bool arrived_last[2], groups_complete;  // of the cut requests
   int32_t wanted;                         // places whose chunks the streams will ask for soon
   int32_t drawn;                          // places whose chunk is known
