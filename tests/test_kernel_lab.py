@@ -56,8 +56,8 @@ def test_stamps_become_a_table_of_microseconds() -> None:
 
 
 def test_traces_become_a_list_of_cycles() -> None:
-    assert kernel_trace.NAMES[:2] == ["entry", "schedule"]
+    assert kernel_trace.NAMES[:2] == ["entry", "ready"]
     printed = "trace 3 0 4294967290\ntrace 3 1 4\ntrace 0 0 7\n"
-    wanted = "warp 0: entry 0 (+0)\nwarp 3: entry 0 (+0), schedule 10 (+10)"
+    wanted = "warp 0: entry 0 (+0)\nwarp 3: entry 0 (+0), ready 10 (+10)"
     assert kernel_trace.summarise(printed) == wanted
     assert kernel_trace.summarise("") == "no events"

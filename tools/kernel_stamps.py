@@ -19,7 +19,6 @@ _BLOCK = "static_cast<int32_t>(blockIdx.x)"
 STAGES = (
     "entry",
     "schedule",
-    "rehearsed",
     "primed",
     "arrived",
     "first_end",
@@ -75,21 +74,19 @@ STAMPS: list[Edit] = [
     ),
     (
         "kernel.cuh",
-        "    barrier_wait(kScheduled, kThreads);\n",
-        "    barrier_wait(kScheduled, kThreads);\n"
-        f"    if (plans && threadIdx.x % 32 == 0) {_now('schedule')}\n",
+        "  __syncthreads();\n",
+        f"  __syncthreads();\n  if (threadIdx.x == 0) {_now('schedule')}\n",
     ),
     (
         "kernel.cuh",
-        "      if (has_chunk) merge_all_chunks(p, shared, schedule);\n",
-        "      if (has_chunk) merge_all_chunks(p, shared, schedule);\n"
+        "    merge_all_chunks(p, shared, schedule);\n",
+        "    merge_all_chunks(p, shared, schedule);\n"
         f"    if (threadIdx.x == kStreamThreads) {_now('exit')}\n",
     ),
     (
         _STREAM,
-        "      if (consumed < 0 && !rehearses) continue;\n",
-        "      if (consumed < 0 && !rehearses) continue;\n"
-        f"      if (consumed == 0 && threadIdx.x == 0) {_now('primed')}\n",
+        "    if (consumed < 0) continue;\n",
+        f"    if (consumed < 0) continue;\n    if (consumed == 0 && threadIdx.x == 0) {_now('primed')}\n",
     ),
     (
         _STREAM,
@@ -105,13 +102,8 @@ STAMPS: list[Edit] = [
     ),
     (
         _MERGE,
-        "    if (place >= 0) {\n",
-        f"    if (place == 0 && threadIdx.x == kStreamThreads) {_now('rehearsed')}\n    if (place >= 0) {{\n",
-    ),
-    (
-        _MERGE,
-        "      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n",
-        "      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n"
+        "    barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n",
+        "    barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n"
         f"      if (threadIdx.x == kStreamThreads) {_now('pieces')}\n",
     ),
     (

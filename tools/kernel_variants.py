@@ -1,6 +1,5 @@
 """What tools/kernel_lab.py compares: edits of the authored sources. "base" is the source as it is."""
 
-_STREAM = "streaming_warps.cuh"
 _TUNING = "constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 16384, 512};"
 
 
@@ -28,12 +27,5 @@ VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "rounds": _ROUNDS,
     "rounds 7/8": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
     "rounds coarse": [_schedule(1024, 512)],
-    "no rehearsals": [
-        ("merging_warps.cuh", "int32_t place = -1;;", "int32_t place = 0;;"),
-        (_STREAM, "rehearses && warp < kWarps / 2", "false"),
-        (_STREAM, "rehearses_copies ? 0 : kTileTokens", "0"),
-    ],
-    "all rehearse": [(_STREAM, "rehearses_copies ? 0 : kTileTokens", "kTileTokens")],
-    "2 stages": [("tuning.cuh", "kMostStages = 4", "kMostStages = 2")],
     "no policy": [("ptx.cuh", _COPY, _PLAIN_COPY)],
 }

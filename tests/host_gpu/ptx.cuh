@@ -73,7 +73,7 @@ struct Block {
 struct Copy {
   uint8_t* dst;
   const uint8_t* src;
-  uint32_t valid;
+  uint32_t valid, bytes;
 };
 struct Lane {
   ucontext_t context;
@@ -131,7 +131,7 @@ inline void barrier(int id, int threads, bool wait) {
 inline uint8_t* shared(uint32_t address) { return current->block->shared + address; }
 
 inline void arrive(const Copy& copy) {
-  memset(copy.dst, 0, 16);
+  memset(copy.dst, 0, copy.bytes);
   memcpy(copy.dst, copy.src, copy.valid);
 }
 
@@ -267,16 +267,24 @@ inline uint32_t shared_address(const void* p) {
 }
 
 // Until it arrives, a copy's destination holds NaN.
-inline void copy_async_16(uint32_t dst, const void* src, uint32_t valid) {
-  const host_gpu::Copy copy = {host_gpu::shared(dst), static_cast<const uint8_t*>(src), valid};
-  const bool aligned = dst % 16 == 0 && (valid == 0 || reinterpret_cast<uintptr_t>(src) % 16 == 0);
-  if (!aligned) host_gpu::fault = "a copy of 16 bytes is not aligned";
+template <int kBytes>
+void copy_async(uint32_t dst, const void* src, uint32_t valid) {
+  const host_gpu::Copy copy = {host_gpu::shared(dst), static_cast<const uint8_t*>(src), valid, kBytes};
+  const bool aligned = dst % kBytes == 0 && (valid == 0 || reinterpret_cast<uintptr_t>(src) % kBytes == 0);
+  if (!aligned) host_gpu::fault = "a copy is not aligned";
   if (host_gpu::copies_arrive_early) {
     host_gpu::arrive(copy);
   } else {
-    memset(copy.dst, 0xff, 16);
+    memset(copy.dst, 0xff, kBytes);
     host_gpu::current->open.push_back(copy);
   }
+}
+inline void copy_async_16(uint32_t dst, const void* src, uint32_t valid) { copy_async<16>(dst, src, valid); }
+inline void copy_async_4(uint32_t dst, const void* src, uint32_t valid) { copy_async<4>(dst, src, valid); }
+inline uint32_t load_shared(uint32_t address) {
+  uint32_t v;
+  memcpy(&v, host_gpu::shared(address), 4);
+  return v;
 }
 inline void copy_async_commit() {
   host_gpu::current->groups.push_back(std::move(host_gpu::current->open));
@@ -292,7 +300,7 @@ void copy_async_wait() {
 inline void prefetch_l2(const void*) {}
 inline void nap() { host_gpu::give_way(); }
 template <typename T>
-void load_partial(T& v, const float* p, bool wanted) {
+void load_partial(T& v, const float* p, bool wanted, bool) {
   if (wanted) memcpy(&v, p, sizeof v);
 }
 inline int32_t count_in_release(int32_t* counter) { return atomicAdd(counter, 1); }

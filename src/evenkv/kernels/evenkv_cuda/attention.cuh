@@ -22,25 +22,37 @@ struct Attention {
   float l[kColumnBlocks][2];  // the lane's own share of the sum
   float logit_scale;          // sm_scale * log2(e) * k_scale / the power of two that q was scaled by
 
-  // Starts a piece: loads q of `heads` query heads from `head0` on. Lanes of column g load head g.
-  __device__ __forceinline__ void start(const DecodeParams& p, int32_t request, int32_t head0, int32_t heads,
-                                        int32_t kv_head) {
+  // Enqueues the copies of a piece's queries: `heads` query heads from `head0` on. Lanes of column g hold
+  // head g; each lane copies the words that it will hold.
+  static __device__ __forceinline__ void copy_queries(const DecodeParams& p, uint32_t stage, int32_t request,
+                                                      int32_t head0, int32_t heads, int32_t kv_head) {
     const int lane = threadIdx.x & 31;
     const uint16_t* row = static_cast<const uint16_t*>(p.q) + request * p.q_stride_batch;
+    uint32_t dst = stage + lane * 4;
 #pragma unroll
     for (int n = 0; n < kColumnBlocks; ++n) {
       const int head = n * 8 + lane / 4;
-      const bool valid = head < heads;
-      const uint16_t* q_head = row + (head0 + (valid ? head : 0)) * p.q_stride_head;
+      const uint32_t valid = head < heads ? 4 : 0;
+      // 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements 4c .. 4c + 3 of each 16.
+      const uint16_t* q_head =
+          row + (head0 + (head < heads ? head : 0)) * p.q_stride_head + (lane % 4) * (kIsFp8 ? 4 : 2);
+#pragma unroll
+      for (int i = 0; i < kSteps * 2; ++i, dst += 128) {
+        copy_async_4(dst, q_head + (kIsFp8 ? i / 2 * 16 + i % 2 * 2 : i * 8), valid);
+      }
+    }
+    if (p.k_scale != nullptr) copy_async_4(dst, p.k_scale + kv_head, 4);
+  }
+
+  // Starts a piece whose queries arrived.
+  __device__ __forceinline__ void start(const DecodeParams& p, uint32_t stage) {
+    uint32_t src = stage + (threadIdx.x & 31) * 4;
+#pragma unroll
+    for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements 4c .. 4c + 3 of each 16.
-          const int d =
-              kIsFp8 ? step * 16 + (lane % 4) * 4 + half * 2 : step * 16 + half * 8 + (lane % 4) * 2;
-          q[step][n][half] = valid ? __ldg(reinterpret_cast<const uint32_t*>(q_head + d)) : 0u;
-        }
+        for (int half = 0; half < 2; ++half, src += 128) q[step][n][half] = load_shared(src);
         m[n][0] = m[n][1] = kNoMaximum;
         l[n][0] = l[n][1] = 0.0f;
 #pragma unroll
@@ -48,7 +60,7 @@ struct Attention {
       }
     }
     logit_scale = p.sm_scale * kLog2e;
-    if (p.k_scale != nullptr) logit_scale *= __ldg(p.k_scale + kv_head);
+    if (p.k_scale != nullptr) logit_scale *= __uint_as_float(load_shared(src));
     if constexpr (kMmaHalf && !kQueryIsHalf) scale_query_to_half();
   }
 

@@ -93,12 +93,11 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row_base, int chunk) {
 
 class Cursor {
  public:
-  __device__ __forceinline__ explicit Cursor(const DecodeParams& p) : p_(p), lane_(threadIdx.x & 31) {}
-
-  __device__ __forceinline__ void set_unit_slots(int32_t unit_slots) {
-    unit_slots_ = unit_slots;
-    id_limit_ = min(page_of(p_, unit_slots), p_.num_kv_indices);
-  }
+  __device__ __forceinline__ Cursor(const DecodeParams& p, int32_t unit_slots)
+      : p_(p),
+        lane_(threadIdx.x & 31),
+        unit_slots_(unit_slots),
+        id_limit_(min(page_of(p, unit_slots), p.num_kv_indices)) {}
   __device__ __forceinline__ int32_t unit_slots() const { return unit_slots_; }
 
   // Starts a walk over `slots` positions from `unit`, `slot` on.
@@ -141,7 +140,8 @@ class Cursor {
     } else if (first_index >= id_base_ + 32) {
       id_base_ += 32;
       ids_now_ = ids_next_;
-      ids_next_ = load_id(id_base_ + 32 + lane_);
+      ids_next_ = ids_later_;
+      ids_later_ = load_id(id_base_ + 64 + lane_);
     }
     const char* keys = static_cast<const char*>(p_.k_cache) + head * p_.k_stride_head * kElementBytes;
     const char* values = static_cast<const char*>(p_.v_cache) + head * p_.v_stride_head * kElementBytes;
@@ -186,9 +186,6 @@ class Cursor {
             flags_ | static_cast<uint32_t>(tile_tokens_) << Tile::kCountShift, unreadable};
   }
 
-  // Leaves the tile its place, but no tokens: its copies fill it with zeros and read nothing.
-  __device__ __forceinline__ void empty_tile() { tile_tokens_ = 0; }
-
   __device__ __forceinline__ int32_t unit() const { return unit_; }
   // Slots of the walk that no tile took yet.
   __device__ __forceinline__ int32_t slots_left() const { return unit_end_ - slot_ + left_; }
@@ -232,6 +229,7 @@ class Cursor {
     id_base_ = first;
     ids_now_ = load_id(first + lane_);
     ids_next_ = load_id(first + 32 + lane_);
+    ids_later_ = load_id(first + 64 + lane_);
   }
   __device__ __forceinline__ void load_requests(int32_t first) {
     first_request_ = first;
@@ -295,8 +293,8 @@ class Cursor {
 
   const DecodeParams& p_;
   const int lane_;
-  int32_t unit_slots_ = 1;  // slots of one unit
-  int32_t id_limit_ = 0;    // page ids that may be read
+  const int32_t unit_slots_;  // slots of one unit
+  const int32_t id_limit_;    // page ids that may be read
   int32_t unit_ = 0, slot_ = 0, unit_end_ = 0, left_ = 0;
   int32_t tile_slot_ = 0, tile_tokens_ = 0;
   uint32_t flags_ = 0, poison_flag_ = 0;
@@ -305,8 +303,9 @@ class Cursor {
   int32_t first_request_ = 0, request_lane_ = -1, begin_ = 0, length_ = 0;
   int32_t lane_begin_ = 0, lane_length_ = 0;
   uint32_t nonempty_mask_ = 0, poison_mask_ = 0;
-  // kv_indices[id_base_ + lane] and the 32 after them.
-  int32_t id_base_ = 0, ids_now_ = -1, ids_next_ = -1;
+  // kv_indices[id_base_ + lane], the 32 after them, and 32 that are on their way: at page_size 1 they are
+  // wanted four tiles after they were asked for.
+  int32_t id_base_ = 0, ids_now_ = -1, ids_next_ = -1, ids_later_ = -1;
 };
 
 }  // namespace evenkv

@@ -18,7 +18,8 @@ namespace evenkv {
 
 // The merging warps: what every block reads soon, into L2 at once. The lines lie in DRAM, and each is at the
 // head of a chain of reads.
-__device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
+template <int kHeads>
+__device__ __forceinline__ void prefetch_inputs(const DecodeParams& p, SharedMemory<kHeads>& shared) {
   const int32_t thread = blockIdx.x * kMergeThreads + threadIdx.x - kStreamThreads;
   const int32_t threads = gridDim.x * kMergeThreads;
   constexpr int kLineInts = 32, kRowLines = kHeadDim * 2 / 128;
@@ -36,6 +37,10 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& p) {
     const int64_t element = request * p.q_stride_batch + (row - request * heads) * p.q_stride_head;
     prefetch_l2(static_cast<const uint16_t*>(p.q) + element + i % kRowLines * 64);
   }
+  const int32_t in_block = threadIdx.x - kStreamThreads;
+  if (p.v_scale != nullptr && in_block * kLineInts < p.num_kv_heads) {
+    touch(shared, p.v_scale + in_block * kLineInts);
+  }
 }
 
 // The planning warp: how the line is cut, from the one number that only the device knows.
@@ -44,10 +49,10 @@ __device__ __forceinline__ void make_block_schedule(const DecodeParams& p, Share
   const int32_t lane = threadIdx.x & 31;
   const int32_t pages = __ldg(p.kv_indptr + p.batch);
   // The first requests' lines, to L1: every warp looks for its own there.
-  if (lane * 32 <= min(p.batch, 255)) touch(shared, p.kv_indptr + lane * 32);
-  if (p.kv_last_page_len != nullptr && lane * 32 < min(p.batch, 256)) {
-    touch(shared, p.kv_last_page_len + lane * 32);
-  }
+  const int32_t first = lane * 32, batch = min(p.batch, 255);
+  const int32_t page = __ldg(p.kv_indptr + min(first, batch));
+  const int32_t last = p.kv_last_page_len == nullptr ? 0 : __ldg(p.kv_last_page_len + min(first, batch - 1));
+  if (((page | last) & INT32_MIN) != 0) shared.touched = 1;  // the loads must be of use
   if (lane != 0) return;
   // Slots count in 32 bits; the binding keeps kv_indices within them, and what lies beyond is no valid table.
   const int64_t listed = static_cast<int64_t>(pages) * p.page_size;
@@ -81,21 +86,18 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   SharedMemory<kHeads>& shared = *reinterpret_cast<SharedMemory<kHeads>*>(raw);
   const Schedule& schedule = shared.schedule;
   const int warp = threadIdx.x / 32;
-  if (warp >= kWarps) {
-    const bool plans = warp == kWarps + kMergeWarps;
-    if (plans) {
-      make_block_schedule(p, shared);
-    } else {
-      prefetch_inputs(p);
-    }
-    barrier_wait(kScheduled, kThreads);
-    const bool has_chunk = static_cast<int32_t>(blockIdx.x) < schedule.num_chunks;
-    if (!plans) {
-      if (has_chunk) merge_all_chunks(p, shared, schedule);
-      return;
-    }
+  if (warp == kWarps + kMergeWarps) make_block_schedule(p, shared);
+  if (warp >= kWarps && warp < kWarps + kMergeWarps) prefetch_inputs(p, shared);
+  __syncthreads();
+  const bool has_chunk = static_cast<int32_t>(blockIdx.x) < schedule.num_chunks;
+  if (warp == kWarps + kMergeWarps) {
     if (has_chunk) plan_all_chunks(p, shared, schedule);
     write_empty_requests(p);
+    return;
+  }
+  if (!has_chunk) return;
+  if (warp >= kWarps) {
+    merge_all_chunks(p, shared, schedule);
     return;
   }
   stream_all_chunks(p, shared);

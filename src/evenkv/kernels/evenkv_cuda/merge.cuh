@@ -19,9 +19,8 @@ struct UnitHeads {
   }
 };
 
-// Named barriers: the schedule is known (all warps); the chunk's pieces are there (streams arrive, merging
-// warps wait); among the merging warps.
-constexpr int kScheduled = 0, kPiecesReady = 1, kMergeBarrier = 2;
+// Named barriers: the chunk's pieces are there (streams arrive, merging warps wait); among the merging warps.
+constexpr int kPiecesReady = 1, kMergeBarrier = 2;
 
 // A lane's share of a row (one head of a partial): quads of elements, `kRowLanes` quads apart.
 constexpr int kRowLanes = kHeadDim >= 128 ? 32 : kHeadDim / 4;
@@ -53,13 +52,13 @@ struct Merged {
     }
   }
   // `lane` counts within the row. An unwanted one adds nothing.
-  __device__ __forceinline__ void load(const float* row, int lane, bool wanted) {
+  __device__ __forceinline__ void load(const float* row, int lane, bool wanted, bool remote) {
     float2 ml = {kNoMaximum, 0.0f};
-    load_partial(ml, row + kHeadDim, wanted);
+    load_partial(ml, row + kHeadDim, wanted, remote);
     m = ml.x;
     l = ml.y;
 #pragma unroll
-    for (int k = 0; k < kQuads; ++k) load_partial(o[k], row + (k * kRowLanes + lane) * 4, wanted);
+    for (int k = 0; k < kQuads; ++k) load_partial(o[k], row + (k * kRowLanes + lane) * 4, wanted, remote);
   }
   __device__ __forceinline__ void store(float* row, int lane) const {
 #pragma unroll

@@ -46,7 +46,8 @@ __device__ __forceinline__ Merged sum_partials(const DecodeParams& p, SharedMemo
     for (int i = 0; i < kBatch; ++i) {
       const auto address =
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), (begin + i) % 32);
-      others[i].load(reinterpret_cast<const float*>(address) + offset, row_lane, begin + i < list.count);
+      others[i].load(reinterpret_cast<const float*>(address) + offset, row_lane, begin + i < list.count,
+                     !list.pieces);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, others[i].m);
@@ -110,17 +111,12 @@ class Merger {
   __device__ __forceinline__ Merger(const DecodeParams& p, SharedMemory<kHeads>& shared)
       : p_(p), shared_(shared) {}
 
-  // One round through the code on scratch that nobody reads, while the first tiles travel: afterwards it lies
-  // in the instruction cache, 3 us that a small problem waits for otherwise.
-  __device__ __forceinline__ void rehearse_or_merge(bool rehearses, int32_t chunk, int32_t place) {
-    CutRequest cuts[2];
+  // One chunk of the block, once all its pieces are there.
+  __device__ __forceinline__ void merge(int32_t chunk, int32_t place) {
+    const Plan& plan = shared_.plans[place % kPlans];
+    const CutRequest cuts[2] = {plan.cuts[0], plan.cuts[1]};
     Chains chains;
-    if (!rehearses) {
-      const Plan& plan = shared_.plans[place % kPlans];
-      cuts[0] = plan.cuts[0];
-      cuts[1] = plan.cuts[1];
-      chains.find(shared_);
-    }
+    chains.find(shared_);
     const uint32_t used = chains.starts_before | chains.ends_after << 1;
 #pragma unroll 1
     for (int phase = kPieces; phase < kPhases; ++phase) {
@@ -129,7 +125,7 @@ class Merger {
       Partials list = {false, chunk, 1, 1, false, -1};
       int jobs = 1;
       if (phase == kPieces) {
-        if (!rehearses) jobs = chains.count();
+        jobs = chains.count();
       } else {
         if (!(used >> side & 1) || !shared_.arrived_last[side]) continue;
         if (phase == kGroupOfFirst || phase == kGroupOfLast) {
@@ -141,8 +137,7 @@ class Merger {
         }
       }
       const bool to_slot = (phase == kGroupOfFirst || phase == kGroupOfLast) && cut.groups() > 1;
-      run(phase, rehearses, chunk, chains, cut, list, jobs, to_slot);
-      if (rehearses) return;
+      run(phase, chunk, chains, cut, list, jobs, to_slot);
       if (phase == kPieces && !count_in(cuts, used, place)) return;
     }
   }
@@ -153,8 +148,8 @@ class Merger {
   static constexpr int kItems = (kRows + kItemRows - 1) / kItemRows;
 
   // The jobs of one phase.
-  __device__ __forceinline__ void run(int phase, bool rehearses, int32_t chunk, const Chains& chains,
-                                      const CutRequest& cut, Partials list, int jobs, bool to_slot) {
+  __device__ __forceinline__ void run(int phase, int32_t chunk, const Chains& chains, const CutRequest& cut,
+                                      Partials list, int jobs, bool to_slot) {
     const int warp = static_cast<int>(threadIdx.x) / 32 - kWarps, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int item = warp; item < jobs * kItems; item += kMergeWarps) {
@@ -162,7 +157,7 @@ class Merger {
       const int sub = row / kUnitHeads, head = row % kUnitHeads, row_lane = lane % kRowLanes;
       int32_t request = cut.request, unit = cut.unit, slot_chunk = list.first;
       int slot = to_slot ? slot_chunk == cut.first_chunk : -1;
-      if (phase == kPieces && !rehearses) {
+      if (phase == kPieces) {
         const int chain = item / kItems;
         const uint32_t members = chains.members(chain);
         const int leader = __ffs(members) - 1, last = 31 - __clz(members);
@@ -179,13 +174,11 @@ class Merger {
         if (row == wanted_row) sum.store(chunk_slot(p_, slot_chunk, slot, kHeads) + offset, row_lane);
         continue;
       }
-      const UnitHeads heads(rehearses ? 0 : unit, kHeads, sub);
+      const UnitHeads heads(unit, kHeads, sub);
       if (row != wanted_row || head >= heads.heads) continue;
       const int64_t out = output_row(p_, request, heads.head0 + head);
-      float* const spare = rehearsal_slot<kHeads>(p_);
-      sum.write(
-          rehearses ? reinterpret_cast<uint16_t*>(spare) : static_cast<uint16_t*>(p_.output) + out * kHeadDim,
-          rehearses ? spare : p_.lse + out, value_scale(p_, heads.kv_head), row_lane);
+      sum.write(static_cast<uint16_t*>(p_.output) + out * kHeadDim, p_.lse + out,
+                value_scale(p_, heads.kv_head), row_lane);
     }
   }
 
@@ -225,15 +218,12 @@ __device__ __forceinline__ void merge_all_chunks(const DecodeParams& p, SharedMe
                                                  const Schedule& schedule) {
   Merger<kHeads> merger(p, shared);
 #pragma unroll 1
-  for (int32_t place = -1;; ++place) {
-    int32_t chunk = blockIdx.x;
-    if (place >= 0) {
-      while (read_shared(&shared.planned) <= place) nap();
-      chunk = read_shared(&shared.plans[place % kPlans].chunk);
-      if (chunk >= schedule.num_chunks) return;
-      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);
-    }
-    merger.rehearse_or_merge(place < 0, chunk, place);
+  for (int32_t place = 0;; ++place) {
+    while (read_shared(&shared.planned) <= place) nap();
+    const int32_t chunk = read_shared(&shared.plans[place % kPlans].chunk);
+    if (chunk >= schedule.num_chunks) return;
+    barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);
+    merger.merge(chunk, place);
   }
 }
 

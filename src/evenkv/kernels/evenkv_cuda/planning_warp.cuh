@@ -1,6 +1,6 @@
-// The planning warp of a block: it knows the block's next chunk before the streams need it. Tickets,
-// requests, page ids and queries are trips to memory that depend on each other, up to 5 us each while the
-// streams load it; drawn ahead and touched, they cost the streams hits in L1.
+// The planning warp of a block: it knows the block's next chunk before the streams need it. Tickets, requests
+// and page ids are trips to memory that depend on each other, 5 us and more each while the streams load it;
+// drawn ahead and touched, they cost the streams hits in L1.
 #pragma once
 
 #include "shared.cuh"
@@ -25,11 +25,13 @@ template <int kHeads>
 __device__ __forceinline__ void plan_chunk(const DecodeParams& p, SharedMemory<kHeads>& shared,
                                            const Schedule& schedule, int32_t chunk, Plan& plan) {
   constexpr int kBlockParts = kWarps / kHeads;
-  constexpr int kRowLines = kHeadDim * 2 / 128, kIdLines = 2;
+  constexpr int kIdLines = 3;  // what Cursor::load_ids asks for
+  static_assert(kBlockParts * kIdLines <= 32, "a lane a line");
   const int lane = threadIdx.x & 31;
   const int32_t unit_slots = shared.unit_slots;
   const ChunkRange range = chunk_range(schedule, chunk);
   const int64_t part_slots = slots_of_part(range, kBlockParts);
+  int32_t entry = -1;  // of kv_indices: the lane's line
 #pragma unroll 1
   for (int part = 0; part <= kBlockParts; ++part) {  // the last round looks at the chunk's end
     const bool ends = part == kBlockParts;
@@ -38,23 +40,14 @@ __device__ __forceinline__ void plan_chunk(const DecodeParams& p, SharedMemory<k
     const int32_t unit = static_cast<int32_t>(divide(position, unit_slots));
     const int32_t slot = static_cast<int32_t>(position - static_cast<int64_t>(unit) * unit_slots);
     const int32_t page = page_of(p, slot);
-    const int32_t request = find_request(p.kv_indptr, p.batch, page);
+    if (lane / kIdLines == part) entry = min(page + lane % kIdLines * 32, p.num_kv_indices - 1);
     if (part == 0 || ends) {
+      const int32_t request = find_request(p.kv_indptr, p.batch, page);
       const CutRequest cut = locate_cut(p, schedule, unit_slots, request, unit, chunk);
       if (lane == 0) plan.cuts[ends ? 1 : 0] = cut;
     }
-    if (ends) break;
-    if (lane < kIdLines) {
-      const int32_t entry = min(page + lane * 32, p.num_kv_indices - 1);
-      touch(shared, p.kv_indices + entry);
-    }
-    const UnitHeads heads(unit, kHeads, 0);
-    const int32_t rows = min(kHeads * kUnitHeads, p.num_kv_heads * kGroupSize - heads.head0);
-    for (int32_t line = lane; line < rows * kRowLines; line += 32) {
-      const int64_t element = request * p.q_stride_batch + (heads.head0 + line / kRowLines) * p.q_stride_head;
-      touch(shared, static_cast<const uint16_t*>(p.q) + element + line % kRowLines * 64);
-    }
   }
+  if (entry >= 0) touch(shared, p.kv_indices + entry);  // all lines at once
 }
 
 template <int kHeads>

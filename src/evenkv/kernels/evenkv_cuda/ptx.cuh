@@ -23,6 +23,15 @@ __device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, uin
                "r"(valid), "l"(policy)
                : "memory");
 }
+// 4 bytes, likewise.
+__device__ __forceinline__ void copy_async_4(uint32_t dst, const void* src, uint32_t valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid) : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
@@ -33,22 +42,23 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// What other blocks may have written: from L2, not from this SM's L1. Shared memory too: the address is
-// generic. Nothing is loaded, and `v` stays, unless it is wanted: no branch, so that loads follow each other.
-__device__ __forceinline__ void load_partial(float2& v, const float* p, bool wanted) {
+// Partials: in the block's own memory (generic address: shared or scratch), or, with `remote`, written by
+// other blocks and so to be read from L2, not from this SM's L1. Nothing is loaded, and `v` stays, unless it
+// is wanted: no branch, so that loads follow each other.
+__device__ __forceinline__ void load_partial(float2& v, const float* p, bool wanted, bool remote) {
   asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
-      "@wanted ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];\n}"
+      "{\n.reg .pred near, far;\nsetp.eq.s32 near, %3, 1;\nsetp.eq.s32 far, %3, 2;\n"
+      "@near ld.v2.f32 {%0, %1}, [%2];\n@far ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];\n}"
       : "+f"(v.x), "+f"(v.y)
-      : "l"(p), "r"(static_cast<int>(wanted))
+      : "l"(p), "r"(wanted ? remote ? 2 : 1 : 0)
       : "memory");
 }
-__device__ __forceinline__ void load_partial(float4& v, const float* p, bool wanted) {
+__device__ __forceinline__ void load_partial(float4& v, const float* p, bool wanted, bool remote) {
   asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
-      "@wanted ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      "{\n.reg .pred near, far;\nsetp.eq.s32 near, %5, 1;\nsetp.eq.s32 far, %5, 2;\n"
+      "@near ld.v4.f32 {%0, %1, %2, %3}, [%4];\n@far ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
       : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
-      : "l"(p), "r"(static_cast<int>(wanted))
+      : "l"(p), "r"(wanted ? remote ? 2 : 1 : 0)
       : "memory");
 }
 

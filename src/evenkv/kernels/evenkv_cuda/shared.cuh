@@ -57,8 +57,7 @@ __device__ __forceinline__ void touch(SharedMemory<kHeads>& shared, const void* 
   if (__ldg(static_cast<const uint32_t*>(address)) == 0x80000000u) shared.touched = 1;
 }
 
-// Scratch: the chunks' slots (chunk_slot), the pieces that do not fit shared memory, a slot a block for the
-// rehearsal.
+// Scratch: the chunks' slots (chunk_slot), then the pieces that do not fit shared memory.
 template <int kHeads>
 __device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory<kHeads>& shared, int warp,
                                              int index) {
@@ -67,16 +66,11 @@ __device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory
   return p.partials +
          (slots + (static_cast<int64_t>(blockIdx.x) * kPieceSlots + index) * kWarps + warp) * kPartialFloats;
 }
-template <int kHeads>
-__device__ __forceinline__ float* rehearsal_slot(const DecodeParams& p) {
-  constexpr int64_t kBefore = kChunksPerWorkerBound * 2 * kHeads + kWarps * kPieceSlots;
-  return p.partials + (p.workers * kBefore + blockIdx.x) * kPartialFloats;
-}
 
 // Slots of scratch that a launch may use.
 template <int kHeads>
 constexpr int64_t scratch_slots(int64_t workers) {
-  return workers * (kChunksPerWorkerBound * 2 * kHeads + kWarps * kPieceSlots + 1);
+  return workers * (kChunksPerWorkerBound * 2 * kHeads + kWarps * kPieceSlots);
 }
 
 }  // namespace evenkv

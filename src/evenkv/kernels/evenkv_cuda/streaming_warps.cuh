@@ -10,23 +10,15 @@ template <int kHeads>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const DecodeParams& p, SharedMemory<kHeads>& shared)
-      : shared_(shared),
-        cursor_(p),
+      : p_(p),
+        shared_(shared),
+        cursor_(p, shared.unit_slots),
         ring_(shared_address(shared.ring[threadIdx.x / 32])),
-        tiles_(shared.tiles[threadIdx.x / 32]) {
-    cursor_.set_unit_slots(kTileTokens);
-  }
-
-  // After the rehearsal.
-  __device__ __forceinline__ void begin() {
-    cursor_.set_unit_slots(shared_.unit_slots);
-    produced_ = chunks_begun_ = 0;
-    in_chunk_ = false;
-  }
+        tiles_(shared.tiles[threadIdx.x / 32]) {}
 
   // Enqueues the next tile, if there is one and it is at most one chunk ahead of `chunks_done`.
-  __device__ __forceinline__ void produce(int32_t chunks_done, bool rehearses) {
-    if (!in_chunk_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk(rehearses);
+  __device__ __forceinline__ void produce(int32_t chunks_done) {
+    if (!in_chunk_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk();
     if (!in_chunk_) return;
     const int lane = threadIdx.x & 31, sub = threadIdx.x / 32 % kHeads;
     const int stage = produced_ % kStages;
@@ -37,10 +29,14 @@ class Producer {
     do {
       if (more_tiles_) {
         const UnitHeads heads(cursor_.unit(), kHeads, sub);
-        tile = cursor_.copy_tile(ring_ + stage * kTileBytes, heads.kv_head);
+        const uint32_t address = ring_ + stage * kStageBytes;
+        tile = cursor_.copy_tile(address, heads.kv_head);
+        if (tile.flags & kFirstOfPiece) {
+          Attention::copy_queries(p_, address + kTileBytes, tile.request, heads.head0, heads.heads,
+                                  heads.kv_head);
+        }
       }
       more_tiles_ = cursor_.next();
-      if (rehearses) cursor_.empty_tile();
       again = begins_ && more_tiles_;
       begins_ = false;
     } while (again);
@@ -60,28 +56,24 @@ class Producer {
   __device__ __forceinline__ int32_t produced() const { return produced_; }
 
  private:
-  __device__ __forceinline__ void enter_chunk(bool rehearses) {
-    int64_t begin = 0;
-    int32_t slots = kTileTokens;
-    if (!rehearses) {
-      const int32_t chunk = next_chunk();
-      if (chunk >= shared_.schedule.num_chunks) {
-        at_end_ = true;
-        return;
-      }
-      constexpr int kBlockParts = kWarps / kHeads;
-      const int part = threadIdx.x / 32 / kHeads;
-      const ChunkRange range = chunk_range(shared_.schedule, chunk);
-      const int32_t part_slots = slots_of_part(range, kBlockParts);
-      begin = range.begin + static_cast<int64_t>(part) * part_slots;
-      slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
+  __device__ __forceinline__ void enter_chunk() {
+    const int32_t chunk = next_chunk();
+    if (chunk >= shared_.schedule.num_chunks) {
+      at_end_ = true;
+      return;
     }
+    constexpr int kBlockParts = kWarps / kHeads;
+    const int part = threadIdx.x / 32 / kHeads;
+    const ChunkRange range = chunk_range(shared_.schedule, chunk);
+    const int32_t part_slots = slots_of_part(range, kBlockParts);
+    const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
+    const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
     const int32_t unit = static_cast<int32_t>(divide(begin, cursor_.unit_slots()));
     cursor_.begin(unit, static_cast<int32_t>(begin - static_cast<int64_t>(unit) * cursor_.unit_slots()),
                   slots);
     begins_ = in_chunk_ = true;
     more_tiles_ = false;
-    announced_ = rehearses;
+    announced_ = false;
     ++chunks_begun_;
   }
 
@@ -94,6 +86,7 @@ class Producer {
     return read_shared(&shared_.plans[chunks_begun_ % kPlans].chunk);
   }
 
+  const DecodeParams& p_;
   SharedMemory<kHeads>& shared_;
   Cursor cursor_;
   const uint32_t ring_;
@@ -116,10 +109,6 @@ __device__ __forceinline__ void wait_for_oldest(int32_t newer) {
 }
 
 // A streaming warp: all its parts of the block's chunks.
-//
-// Its first round is a rehearsal, while the block waits for the length of kv_indices: half the warps walk
-// through the code that copies, half through the code that attends, on nothing. Instructions come from DRAM
-// the first time. Later, with all SMs' copies in the queues before them, they would take 3 us and more.
 template <int kHeads>
 __device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -130,7 +119,7 @@ __device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedM
   const Tile* tiles = shared.tiles[warp];
   uint32_t starts_before = 0;
   int32_t chunks_done = 0;
-  bool owns_slots = true;  // the merging warps are through with the pieces of the chunk before
+  bool owns_slots = false;  // the merging warps are through with the pieces of the chunk before
   const auto own_slots = [&] {
     if (owns_slots) return;
     owns_slots = true;
@@ -141,31 +130,24 @@ __device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedM
     __syncwarp();
   };
 #pragma unroll 1
-  for (int32_t consumed = -kStages;; ++consumed) {  // the first rounds only fill the ring
-    const bool rehearses = consumed == -kStages, rehearses_copies = rehearses && warp < kWarps / 2;
-    if (!rehearses || rehearses_copies) {
-      __syncwarp();  // the stage that the next copies fill was read by all lanes
-      producer.produce(chunks_done, rehearses);
-      __syncwarp();  // the tile's description is visible
-      if (consumed < 0 && !rehearses) continue;
-      if (consumed == producer.produced()) break;
-    }
-    const int stage = rehearses ? 0 : consumed % kStages;
-    Tile tile = tiles[stage];
-    if (rehearses) {
-      const uint32_t tokens = rehearses_copies ? 0 : kTileTokens;
-      tile = {0, 0, kFirstOfPiece | kLastOfPiece | kEndsAfter | tokens << Tile::kCountShift, 0};
-    }
+  for (int32_t consumed = 1 - kStages;; ++consumed) {  // the first rounds only fill the ring
+    __syncwarp();  // the stage that the next copies fill was read by all lanes
+    producer.produce(chunks_done);
+    __syncwarp();  // the tile's description is visible
+    if (consumed < 0) continue;
+    if (consumed == producer.produced()) break;
+    const int stage = consumed % kStages;
+    const Tile tile = tiles[stage];
     if (tile.tokens() != 0) {
-      UnitHeads heads(tile.unit, kHeads, sub);
-      if (rehearses) heads.heads = 0;
+      const uint32_t address = ring + stage * kStageBytes;
+      const UnitHeads heads(tile.unit, kHeads, sub);
+      wait_for_oldest<kStages - 1>(producer.produced() - 1 - consumed);
+      __syncwarp();  // all lanes' copies of the tile arrived
       if (tile.flags & kFirstOfPiece) {
-        attention.start(p, tile.request, heads.head0, heads.heads, heads.kv_head);
+        attention.start(p, address + kTileBytes);
         starts_before = tile.flags & kStartsBefore;
       }
-      if (!rehearses) wait_for_oldest<kStages - 1>(producer.produced() - 1 - consumed);
-      __syncwarp();  // all lanes' copies of the tile arrived
-      attention.attend(ring + stage * kTileBytes, tile);
+      attention.attend(address, tile);
       if (tile.flags & kLastOfPiece) {
         attention.finish();
         const uint32_t cut = starts_before | (tile.flags & kEndsAfter);
@@ -186,12 +168,6 @@ __device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedM
       __syncwarp();
       barrier_arrive(kPiecesReady, kStreamThreads + kMergeThreads);
       ++chunks_done;
-      owns_slots = false;
-    }
-    if (rehearses) {
-      barrier_wait(kScheduled, kThreads);
-      if (static_cast<int32_t>(blockIdx.x) >= shared.schedule.num_chunks) return;
-      producer.begin();
       owns_slots = false;
     }
   }

@@ -30,6 +30,11 @@ constexpr int kRowBytes = kHeadDim * kElementBytes;
 constexpr int kTileTokens = kRowBytes > 128 ? 16 : 32;
 constexpr int kTileRowBlocks = kTileTokens / 16;         // the tensor core's 16 rows
 constexpr int kTileBytes = 2 * kTileTokens * kRowBytes;  // K rows, then V rows
+// A piece's queries travel with its first tile: a word a lane and step, as the lanes hold them, then the K
+// scale. Asked for on their own they would wait behind all copies in flight, 3 to 9 us.
+constexpr int kQueryWords = kHeadDim / 16 * kColumnBlocks * 2;
+constexpr int kQueryBytes = (kQueryWords + 1) * 128;
+constexpr int kStageBytes = kTileBytes + kQueryBytes;
 
 // Shared memory of a block, by the oldest architecture that this build is for (host and device agree on it).
 #ifdef __CUDA_ARCH_LIST__
@@ -51,8 +56,10 @@ constexpr int kSharedBudget = oldest_architecture() >= 900   ? 232448
 // the streams would starve. Nine to twelve warps leave 168 registers a thread, enough for groups up to 8;
 // groups up to 16 need the 255 that eight warps leave. Fewer stream where a tile is large or shared memory
 // small. One plans: it draws tickets and touches what the next chunk begins with.
-constexpr int kWarps = kTileBytes > 8192 || kSharedBudget < 131072 ? 4 : kColumnBlocks > 1 ? 6 : 8;
-constexpr int kMergeWarps = kWarps == 8 ? 3 : kWarps == 6 ? 1 : 2;
+constexpr int kWarps = kTileBytes > 8192 || kSharedBudget < 131072   ? 4
+                       : kColumnBlocks > 1 || kSharedBudget < 196608 ? 6
+                                                                     : 8;
+constexpr int kMergeWarps = kWarps == 8 ? 3 : kColumnBlocks > 1 ? 1 : 2;
 constexpr int kStreamThreads = kWarps * 32;
 constexpr int kMergeThreads = kMergeWarps * 32;
 constexpr int kThreads = kStreamThreads + kMergeThreads + 32;
@@ -66,9 +73,9 @@ constexpr int kPieceSlots =
     kPiecesInShared ? 1 : 2;       // a warp's pieces in scratch: the early one, and the last
 constexpr int kSmallBytes = 1536;  // tiles' descriptions, schedule, plans: SharedMemory checks it
 constexpr int kMostStages = 4;     // beyond, small tiles only lengthen the list of descriptions
-constexpr int kStagesThatFit = (kSharedBudget - kWarps * kPieceBytes - kSmallBytes) / kWarps / kTileBytes;
+constexpr int kStagesThatFit = (kSharedBudget - kWarps * kPieceBytes - kSmallBytes) / kWarps / kStageBytes;
 constexpr int kStages = kStagesThatFit < kMostStages ? kStagesThatFit : kMostStages;
-constexpr int kRingBytes = kStages * kTileBytes;
+constexpr int kRingBytes = kStages * kStageBytes;
 static_assert(kStages >= 2, "no room for two tiles a warp");
 
 // Logits may pass the running maximum by 2^8 before accumulators are rescaled: fp32 sums and bf16 or fp16
