@@ -202,6 +202,10 @@ template <typename T>
 T __ldg(const T* p) {
   return *p;
 }
+template <typename T>
+T __ldcg(const T* p) {
+  return *p;
+}
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<uint32_t>(x)); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
@@ -299,10 +303,6 @@ void copy_async_wait() {
 }
 inline void prefetch_l2(const void*) {}
 inline void nap() { host_gpu::give_way(); }
-template <typename T>
-void load_partial(T& v, const float* p, bool wanted, bool) {
-  if (wanted) memcpy(&v, p, sizeof v);
-}
 inline int32_t count_in_release(int32_t* counter) { return atomicAdd(counter, 1); }
 inline void acquire() {}
 inline void barrier_wait(int barrier, int threads) { host_gpu::barrier(barrier, threads, true); }

@@ -36,7 +36,7 @@ struct Attention {
       // 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements 4c .. 4c + 3 of each 16.
       const uint16_t* q_head =
           row + (head0 + (head < heads ? head : 0)) * p.q_stride_head + (lane % 4) * (kIsFp8 ? 4 : 2);
-#pragma unroll
+#pragma unroll 4
       for (int i = 0; i < kSteps * 2; ++i, dst += 128) {
         copy_async_4(dst, q_head + (kIsFp8 ? i / 2 * 16 + i % 2 * 2 : i * 8), valid);
       }

@@ -51,14 +51,17 @@ struct Merged {
       o[k].w += other.o[k].w * weight;
     }
   }
-  // `lane` counts within the row. An unwanted one adds nothing.
-  __device__ __forceinline__ void load(const float* row, int lane, bool wanted, bool remote) {
-    float2 ml = {kNoMaximum, 0.0f};
-    load_partial(ml, row + kHeadDim, wanted, remote);
-    m = ml.x;
-    l = ml.y;
+  // `lane` counts within the row. What other blocks wrote is read from L2, past this SM's L1; the block's own
+  // partials may lie in shared memory.
+  template <bool kRemote>
+  __device__ __forceinline__ void load(const float* row, int lane) {
+    const float2* const ml = reinterpret_cast<const float2*>(row + kHeadDim);
+    const float4* const quads = reinterpret_cast<const float4*>(row) + lane;
+    const float2 both = kRemote ? __ldcg(ml) : *ml;
+    m = both.x;
+    l = both.y;
 #pragma unroll
-    for (int k = 0; k < kQuads; ++k) load_partial(o[k], row + (k * kRowLanes + lane) * 4, wanted, remote);
+    for (int k = 0; k < kQuads; ++k) o[k] = kRemote ? __ldcg(quads + k * kRowLanes) : quads[k * kRowLanes];
   }
   __device__ __forceinline__ void store(float* row, int lane) const {
 #pragma unroll

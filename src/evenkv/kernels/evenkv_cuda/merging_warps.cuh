@@ -28,33 +28,45 @@ struct Partials {
   }
 };
 
+// Loads the partials from the `begin`-th on, all at once: a trip to memory takes far longer than their sum.
+// Past the end the last one is loaded again.
+template <bool kRemote, int kBatch>
+__device__ __forceinline__ void load_partials(Merged (&batch)[kBatch], const float* mine, int32_t begin,
+                                              int32_t count, int32_t offset, int row_lane) {
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const auto own = reinterpret_cast<unsigned long long>(mine);
+    const auto address = __shfl_sync(kAllLanes, own, min(begin + i, count - 1) % 32);
+    batch[i].template load<kRemote>(reinterpret_cast<const float*>(address) + offset, row_lane);
+  }
+}
+
 // `offset`: of the lane's row in each partial.
 template <int kHeads>
 __device__ __forceinline__ Merged sum_partials(const DecodeParams& p, SharedMemory<kHeads>& shared,
                                                const Partials& list, int32_t offset, int row_lane) {
-  // Loaded together: a trip to memory takes far longer than the sum.
-  constexpr int kBatch = kQuads > 1 ? 4 : 8;
+  constexpr int kBatch = kQuads > 1 ? 4 : 8;  // divides 32
   const int lane = threadIdx.x & 31;
   const float* mine = nullptr;
   Merged sum;
 #pragma unroll 1
   for (int32_t begin = 0; begin < list.count; begin += kBatch) {
     if (begin % 32 == 0) mine = list.locate<kHeads>(p, shared, begin + lane);
-    Merged others[kBatch];
+    Merged batch[kBatch];
+    if (list.pieces) {
+      load_partials<false>(batch, mine, begin, list.count, offset, row_lane);
+    } else {
+      load_partials<true>(batch, mine, begin, list.count, offset, row_lane);
+    }
     float largest = sum.m;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const auto address =
-          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), (begin + i) % 32);
-      others[i].load(reinterpret_cast<const float*>(address) + offset, row_lane, begin + i < list.count,
-                     !list.pieces);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, others[i].m);
+    for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, batch[i].m);
     sum.scale(exp2_fast(sum.m - largest));
     sum.m = largest;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) sum.add(others[i], exp2_fast(others[i].m - largest));
+    for (int i = 0; i < kBatch; ++i) {
+      if (begin + i < list.count) sum.add(batch[i], exp2_fast(batch[i].m - largest));
+    }
   }
   return sum;
 }

@@ -42,26 +42,6 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// Partials: in the block's own memory (generic address: shared or scratch), or, with `remote`, written by
-// other blocks and so to be read from L2, not from this SM's L1. Nothing is loaded, and `v` stays, unless it
-// is wanted: no branch, so that loads follow each other.
-__device__ __forceinline__ void load_partial(float2& v, const float* p, bool wanted, bool remote) {
-  asm volatile(
-      "{\n.reg .pred near, far;\nsetp.eq.s32 near, %3, 1;\nsetp.eq.s32 far, %3, 2;\n"
-      "@near ld.v2.f32 {%0, %1}, [%2];\n@far ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];\n}"
-      : "+f"(v.x), "+f"(v.y)
-      : "l"(p), "r"(wanted ? remote ? 2 : 1 : 0)
-      : "memory");
-}
-__device__ __forceinline__ void load_partial(float4& v, const float* p, bool wanted, bool remote) {
-  asm volatile(
-      "{\n.reg .pred near, far;\nsetp.eq.s32 near, %5, 1;\nsetp.eq.s32 far, %5, 2;\n"
-      "@near ld.v4.f32 {%0, %1, %2, %3}, [%4];\n@far ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
-      : "l"(p), "r"(wanted ? remote ? 2 : 1 : 0)
-      : "memory");
-}
-
 // Counts in: what this thread wrote or saw written is visible to whoever counts in later and then acquires.
 // Lighter than __threadfence, which also empties L1.
 __device__ __forceinline__ int32_t count_in_release(int32_t* counter) {

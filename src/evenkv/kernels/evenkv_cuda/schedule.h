@@ -54,6 +54,7 @@ EVENKV_HOST_DEVICE int64_t align_slots(int64_t slots) {
 // a / b for 0 <= a < 2^51, b > 0. A GPU divides 64-bit numbers in a long subroutine, of which every use costs
 // room in the instruction cache; a double's reciprocal is right within one, which the remainder tells.
 EVENKV_HOST_DEVICE int64_t divide(int64_t a, int64_t b) {
+  if (a < b) return 0;
 #if defined(__CUDA_ARCH__)
   const double divisor = static_cast<double>(b);
   double inverse;

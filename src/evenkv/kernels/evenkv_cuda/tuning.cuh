@@ -66,13 +66,14 @@ constexpr int kThreads = kStreamThreads + kMergeThreads + 32;
 
 constexpr int kPartialStride = kHeadDim + 4;  // floats a head: O, then m, l and padding (spreads the banks)
 constexpr int kPartialFloats = kUnitHeads * kPartialStride;
+constexpr int kSmallBytes = 1536;  // tiles' descriptions, schedule, plans: SharedMemory checks it
 // A warp leaves its cut piece in shared memory where groups up to 8 let it fit, else in scratch.
-constexpr bool kPiecesInShared = kUnitHeads <= 8;
+constexpr bool kPiecesInShared =
+    kUnitHeads <= 8 && kWarps * (2 * kStageBytes + kPartialFloats * 4) + kSmallBytes <= kSharedBudget;
 constexpr int kPieceBytes = kPiecesInShared ? kPartialFloats * 4 : 0;
 constexpr int kPieceSlots =
-    kPiecesInShared ? 1 : 2;       // a warp's pieces in scratch: the early one, and the last
-constexpr int kSmallBytes = 1536;  // tiles' descriptions, schedule, plans: SharedMemory checks it
-constexpr int kMostStages = 4;     // beyond, small tiles only lengthen the list of descriptions
+    kPiecesInShared ? 1 : 2;    // a warp's pieces in scratch: the early one, and the last
+constexpr int kMostStages = 4;  // beyond, small tiles only lengthen the list of descriptions
 constexpr int kStagesThatFit = (kSharedBudget - kWarps * kPieceBytes - kSmallBytes) / kWarps / kStageBytes;
 constexpr int kStages = kStagesThatFit < kMostStages ? kStagesThatFit : kMostStages;
 constexpr int kRingBytes = kStages * kStageBytes;
