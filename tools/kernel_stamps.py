@@ -79,9 +79,8 @@ STAMPS: list[Edit] = [
     ),
     (
         "kernel.cuh",
-        "    merge_all_chunks(p, shared, schedule);\n",
-        "    merge_all_chunks(p, shared, schedule);\n"
-        f"    if (threadIdx.x == kStreamThreads) {_now('exit')}\n",
+        "  merge_chunks(p, shared, schedule, place);\n",
+        f"  merge_chunks(p, shared, schedule, place);\n  if (threadIdx.x == kStreamThreads) {_now('exit')}\n",
     ),
     (
         _STREAM,
@@ -96,14 +95,14 @@ STAMPS: list[Edit] = [
     ),
     (
         _STREAM,
-        "  copy_async_wait<0>();\n}",
+        "  copy_async_wait<0>();\n  return",
         f"  copy_async_wait<0>();\n  if (lane == 0) {{\n    note_first({_SLOTS['first_end']});\n"
-        f"    note_last({_SLOTS['last_end']});\n  }}\n}}",
+        f"    note_last({_SLOTS['last_end']});\n  }}\n  return",
     ),
     (
         _MERGE,
-        "    barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n",
-        "    barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n"
+        "      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n",
+        "      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n"
         f"      if (threadIdx.x == kStreamThreads) {_now('pieces')}\n",
     ),
     (

@@ -96,11 +96,9 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     return;
   }
   if (!has_chunk) return;
-  if (warp >= kWarps) {
-    merge_all_chunks(p, shared, schedule);
-    return;
-  }
-  stream_all_chunks(p, shared);
+  int32_t place = 0;
+  if (warp < kWarps) place = stream_all_chunks(p, shared) - 1;
+  merge_chunks(p, shared, schedule, place);
   // The last block to leave puts the tickets back to zero. Without tickets there may be blocks without a
   // chunk.
   if (hands_out_tickets(schedule) && threadIdx.x == 0) {

@@ -19,8 +19,9 @@ struct UnitHeads {
   }
 };
 
-// Named barriers: the chunk's pieces are there (streams arrive, merging warps wait); among the merging warps.
-constexpr int kPiecesReady = 1, kMergeBarrier = 2;
+// Named barriers: the chunk's pieces are there (streams arrive, merging warps wait); among the merging warps;
+// among them and the streams, for the block's last chunk.
+constexpr int kPiecesReady = 1, kMergeBarrier = 2, kTeamBarrier = 3;
 
 // A lane's share of a row (one head of a partial): quads of elements, `kRowLanes` quads apart.
 constexpr int kRowLanes = kHeadDim >= 128 ? 32 : kHeadDim / 4;

@@ -123,6 +123,15 @@ class Merger {
   __device__ __forceinline__ Merger(const DecodeParams& p, SharedMemory<kHeads>& shared)
       : p_(p), shared_(shared) {}
 
+  // Who merges: the merging warps alone, or with them the streaming warps, which have nothing else to do once
+  // the block's last chunk ended.
+  __device__ __forceinline__ void set_team(bool all) {
+    warp_ = static_cast<int>(threadIdx.x) / 32 - (all ? 0 : kWarps);
+    warps_ = kMergeWarps + (all ? kWarps : 0);
+    barrier_ = all ? kTeamBarrier : kMergeBarrier;
+  }
+  __device__ __forceinline__ void wait_for_team() const { barrier_wait(barrier_, warps_ * 32); }
+
   // One chunk of the block, once all its pieces are there.
   __device__ __forceinline__ void merge(int32_t chunk, int32_t place) {
     const Plan& plan = shared_.plans[place % kPlans];
@@ -162,9 +171,9 @@ class Merger {
   // The jobs of one phase.
   __device__ __forceinline__ void run(int phase, int32_t chunk, const Chains& chains, const CutRequest& cut,
                                       Partials list, int jobs, bool to_slot) {
-    const int warp = static_cast<int>(threadIdx.x) / 32 - kWarps, lane = threadIdx.x & 31;
+    const int lane = threadIdx.x & 31;
 #pragma unroll 1
-    for (int item = warp; item < jobs * kItems; item += kMergeWarps) {
+    for (int item = warp_; item < jobs * kItems; item += warps_) {
       const int wanted_row = item % kItems * kItemRows + lane / kRowLanes, row = min(wanted_row, kRows - 1);
       const int sub = row / kUnitHeads, head = row % kUnitHeads, row_lane = lane % kRowLanes;
       int32_t request = cut.request, unit = cut.unit, slot_chunk = list.first;
@@ -196,8 +205,8 @@ class Merger {
 
   // After the pieces: frees them, and counts the cut requests' partials in. False where there are none.
   __device__ __forceinline__ bool count_in(const CutRequest (&cuts)[2], uint32_t used, int32_t place) {
-    const int thread = threadIdx.x - kStreamThreads;
-    barrier_wait(kMergeBarrier, kMergeThreads);
+    const int thread = warp_ * 32 + (threadIdx.x & 31);
+    wait_for_team();
     if (thread == 0) publish_shared(&shared_.chunks_read, place + 1);
     if (used == 0) return false;
     if (thread < 2 && (used >> thread & 1)) {  // both at once: each takes two trips to memory
@@ -206,36 +215,44 @@ class Merger {
       shared_.arrived_last[thread] =
           chunks == 1 || arrive_last(p_.counters + kArrivals + 2 * cut.group_first, chunks);
     }
-    barrier_wait(kMergeBarrier, kMergeThreads);
+    wait_for_team();
     return true;
   }
 
   // After a group's sum: whether it was the last one of its request.
   __device__ __forceinline__ bool completes_groups(const CutRequest& cut) {
-    barrier_wait(kMergeBarrier, kMergeThreads);  // the sum is written, and the flag's last value was read
-    if (threadIdx.x == kStreamThreads) {
+    wait_for_team();  // the sum is written, and the flag's last value was read
+    if (warp_ == 0 && threadIdx.x % 32 == 0) {
       shared_.groups_complete = arrive_last(p_.counters + kArrivals + 2 * cut.first_chunk + 1, cut.groups());
     }
-    barrier_wait(kMergeBarrier, kMergeThreads);
+    wait_for_team();
     return shared_.groups_complete;
   }
 
   const DecodeParams& p_;
   SharedMemory<kHeads>& shared_;
+  int warp_ = 0, warps_ = 1, barrier_ = kMergeBarrier;
 };
 
-// The merging warps: one round a chunk of the block.
+// The block's chunks from `place` on, one round each. The merging warps begin with the first one; the
+// streaming warps come for the last one, when they are through.
 template <int kHeads>
-__device__ __forceinline__ void merge_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared,
-                                                 const Schedule& schedule) {
+__device__ __forceinline__ void merge_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared,
+                                             const Schedule& schedule, int32_t place) {
   Merger<kHeads> merger(p, shared);
+  bool last = false;
 #pragma unroll 1
-  for (int32_t place = 0;; ++place) {
-    while (read_shared(&shared.planned) <= place) nap();
-    const int32_t chunk = read_shared(&shared.plans[place % kPlans].chunk);
-    if (chunk >= schedule.num_chunks) return;
-    barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);
-    merger.merge(chunk, place);
+  for (; !last; ++place) {
+    if (threadIdx.x >= kStreamThreads) {
+      while (read_shared(&shared.planned) <= place) nap();
+      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);
+    }
+    // The streams asked for the next chunk before they ended this one.
+    last = !hands_out_tickets(schedule) ||
+           read_shared(&shared.plans[(place + 1) % kPlans].chunk) >= schedule.num_chunks;
+    merger.set_team(last);
+    if (last) merger.wait_for_team();
+    merger.merge(read_shared(&shared.plans[place % kPlans].chunk), place);
   }
 }
 

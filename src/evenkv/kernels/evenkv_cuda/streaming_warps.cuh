@@ -108,9 +108,9 @@ __device__ __forceinline__ void wait_for_oldest(int32_t newer) {
   copy_async_wait<kMost>();
 }
 
-// A streaming warp: all its parts of the block's chunks.
+// A streaming warp: all its parts of the block's chunks. Returns how many those are.
 template <int kHeads>
-__device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared) {
+__device__ __forceinline__ int32_t stream_all_chunks(const DecodeParams& p, SharedMemory<kHeads>& shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int part = warp / kHeads, sub = warp % kHeads;
   Producer<kHeads> producer(p, shared);
@@ -172,6 +172,7 @@ __device__ __forceinline__ void stream_all_chunks(const DecodeParams& p, SharedM
     }
   }
   copy_async_wait<0>();
+  return chunks_done;
 }
 
 }  // namespace evenkv
