@@ -39,7 +39,7 @@ class _Params(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("kv_indptr", "kv_indices", "kv_last_page_len")]
         + [(name, ctypes.c_void_p) for name in ("k_scale", "v_scale", "output", "lse")]
         + [(name, ctypes.c_int32) for name in ("batch", "num_kv_heads", "num_pages", "page_size")]
-        + [("num_kv_indices", ctypes.c_int32), ("sm_scale", ctypes.c_float)]
+        + [("num_kv_indices", ctypes.c_int32), ("sm_scale", ctypes.c_float), ("q_copy_bytes", ctypes.c_int32)]
         + [("partials", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("workers", ctypes.c_int32)]
         + [("page_multiplier", ctypes.c_uint32), ("page_shift", ctypes.c_int32)]
     )
@@ -51,6 +51,7 @@ class HostKernel:
 
     library: ctypes.CDLL
     tuning: Tuning
+    q_copy_bytes: int = 16
 
     def __call__(
         self,
@@ -91,6 +92,7 @@ class HostKernel:
         for name in ("kv_last_page_len", "k_scale", "v_scale"):
             setattr(params, name, named[name].data_ptr() if name in named else None)
         params.q_stride_batch, params.q_stride_head = t["q"].stride()[:2]
+        params.q_copy_bytes = self.q_copy_bytes
         params.k_stride_page, params.k_stride_slot, params.k_stride_head = t["k_cache"].stride()[:3]
         params.v_stride_page, params.v_stride_slot, params.v_stride_head = t["v_cache"].stride()[:3]
         params.num_pages, params.num_kv_indices = len(t["k_cache"]), len(t["kv_indices"])

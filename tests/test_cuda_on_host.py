@@ -15,7 +15,7 @@ from evenkv.numerics.problem import Problem, make_problem
 from evenkv.numerics.reference import reference
 from evenkv.spec.family import DecodeSpec
 
-# Eight warps, rings of three tiles, chunks of one tile a warp; six warps, two heads a block, groups above 8.
+# Eight warps, rings of two tiles, chunks of one tile a warp; six warps, two heads a block, groups above 8.
 BF16 = DecodeSpec(4, 2, 128, 16)
 FP8 = DecodeSpec(20, 2, 64, 16, "float8_e4m3fn")
 
@@ -56,6 +56,11 @@ def test_bf16(bf16: HostKernel) -> None:
         for seed in range(3):
             problem = make_problem(spec, _lengths(rng), seed=seed, interleaved=seed == 1)
             _check(bf16, problem, workers=rng.choice([1, 3, 40]), seed=seed)
+
+
+def test_queries_of_which_rows_begin_anywhere(bf16: HostKernel) -> None:
+    """Rows that are not aligned to 16 bytes travel 4 bytes at a time."""
+    _check(replace(bf16, q_copy_bytes=4), make_problem(BF16, [40, 0, 300]), workers=3)
 
 
 @pytest.mark.parametrize("heads", [1, 2])

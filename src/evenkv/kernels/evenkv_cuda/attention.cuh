@@ -22,37 +22,45 @@ struct Attention {
   float l[kColumnBlocks][2];  // the lane's own share of the sum
   float logit_scale;          // sm_scale * log2(e) * k_scale / the power of two that q was scaled by
 
-  // Enqueues the copies of a piece's queries: `heads` query heads from `head0` on. Lanes of column g hold
-  // head g; each lane copies the words that it will hold.
+  // Enqueues the copies of a piece's queries, `heads` rows from `head0` on, and of its K scale.
   static __device__ __forceinline__ void copy_queries(const DecodeParams& p, uint32_t stage, int32_t request,
                                                       int32_t head0, int32_t heads, int32_t kv_head) {
-    const int lane = threadIdx.x & 31;
-    const uint16_t* row = static_cast<const uint16_t*>(p.q) + request * p.q_stride_batch;
-    uint32_t dst = stage + lane * 4;
-#pragma unroll
-    for (int n = 0; n < kColumnBlocks; ++n) {
-      const int head = n * 8 + lane / 4;
-      const uint32_t valid = head < heads ? 4 : 0;
-      // 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements 4c .. 4c + 3 of each 16.
-      const uint16_t* q_head =
-          row + (head0 + (head < heads ? head : 0)) * p.q_stride_head + (lane % 4) * (kIsFp8 ? 4 : 2);
-#pragma unroll 4
-      for (int i = 0; i < kSteps * 2; ++i, dst += 128) {
-        copy_async_4(dst, q_head + (kIsFp8 ? i / 2 * 16 + i % 2 * 2 : i * 8), valid);
+    constexpr int kQueryRowBytes = kHeadDim * 2;
+    const char* rows =
+        static_cast<const char*>(p.q) + (request * p.q_stride_batch + head0 * p.q_stride_head) * 2;
+    const int32_t size = p.q_copy_bytes;
+    // Rows without a head become zeros: their scores must not look larger than the others'.
+#pragma unroll 1
+    for (int32_t at = (threadIdx.x & 31) * size; at < kColumnBlocks * 8 * kQueryRowBytes; at += 32 * size) {
+      const int32_t head = at / kQueryRowBytes, column = at % kQueryRowBytes;
+      const uint32_t dst = stage + head * kQueryStride + column;
+      const bool valid = head < heads;
+      const char* src = rows + (valid ? head * p.q_stride_head * 2 + column : 0);
+      if (size == 16) {
+        copy_async_16(dst, src, valid ? 16 : 0);
+      } else {
+        copy_async_4(dst, src, valid ? 4 : 0);
       }
     }
-    if (p.k_scale != nullptr) copy_async_4(dst, p.k_scale + kv_head, 4);
+    if (p.k_scale != nullptr && threadIdx.x % 32 == 0) {
+      copy_async_4(stage + kColumnBlocks * 8 * kQueryStride, p.k_scale + kv_head, 4);
+    }
   }
 
-  // Starts a piece whose queries arrived.
+  // Starts a piece whose queries arrived. Lanes of column g hold head g.
   __device__ __forceinline__ void start(const DecodeParams& p, uint32_t stage) {
-    uint32_t src = stage + (threadIdx.x & 31) * 4;
+    const int lane = threadIdx.x & 31;
+    // 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements 4c .. 4c + 3 of each 16.
+    const uint32_t own = stage + lane / 4 * kQueryStride + lane % 4 * (kIsFp8 ? 8 : 4);
 #pragma unroll
     for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half, src += 128) q[step][n][half] = load_shared(src);
+        for (int half = 0; half < 2; ++half) {
+          q[step][n][half] =
+              load_shared(own + n * 8 * kQueryStride + step * 32 + (kIsFp8 ? half * 4 : half * 16));
+        }
         m[n][0] = m[n][1] = kNoMaximum;
         l[n][0] = l[n][1] = 0.0f;
 #pragma unroll
@@ -60,7 +68,9 @@ struct Attention {
       }
     }
     logit_scale = p.sm_scale * kLog2e;
-    if (p.k_scale != nullptr) logit_scale *= __uint_as_float(load_shared(src));
+    if (p.k_scale != nullptr) {
+      logit_scale *= __uint_as_float(load_shared(stage + kColumnBlocks * 8 * kQueryStride));
+    }
     if constexpr (kMmaHalf && !kQueryIsHalf) scale_query_to_half();
   }
 

@@ -78,14 +78,18 @@ void check_contiguous(const char* name, const TensorView& t) {
 
 const char* data(const TensorView& t) { return static_cast<const char*>(t.data_ptr()); }
 
-// Rows are copied 16 bytes at a time (q: read 4 bytes at a time). A dimension of size 1 has no stride to
-// speak of.
-void check_alignment(const char* name, const TensorView& t, int64_t bytes) {
+// A dimension of size 1 has no stride to speak of.
+bool is_aligned(const TensorView& t, int64_t bytes) {
   bool aligned = reinterpret_cast<uintptr_t>(data(t)) % bytes == 0;
   for (int d = 0; d + 1 < t.ndim(); ++d) {
     aligned &= t.size(d) <= 1 || t.stride(d) * (t.dtype().bits / 8) % bytes == 0;
   }
-  if (!aligned) {
+  return aligned;
+}
+
+// Rows are copied 16 bytes at a time (q: 4 where it must be).
+void check_alignment(const char* name, const TensorView& t, int64_t bytes) {
+  if (!is_aligned(t, bytes)) {
     TVM_FFI_THROW(ValueError) << name << ": wanted address and strides in multiples of " << bytes << " bytes";
   }
 }
@@ -126,6 +130,7 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
   p.q = q.data_ptr();
   p.q_stride_batch = q.stride(0);
   p.q_stride_head = q.stride(1);
+  p.q_copy_bytes = is_aligned(q, 16) ? 16 : 4;
   p.k_cache = k_cache.data_ptr();
   p.v_cache = v_cache.data_ptr();
   p.k_stride_page = k_cache.stride(0);

@@ -26,6 +26,7 @@ struct DecodeParams {
   float* lse;                       // [batch, num_qo_heads], contiguous, base 2
   int32_t batch, num_kv_heads, num_pages, page_size, num_kv_indices;
   float sm_scale;
+  int32_t q_copy_bytes;  // 16 where all rows of q are aligned to it, else 4
   // Set by the launcher.
   float* partials;           // scratch: any content
   int32_t* counters;         // zero before a launch, zero again after it

@@ -30,10 +30,11 @@ constexpr int kRowBytes = kHeadDim * kElementBytes;
 constexpr int kTileTokens = kRowBytes > 128 ? 16 : 32;
 constexpr int kTileRowBlocks = kTileTokens / 16;         // the tensor core's 16 rows
 constexpr int kTileBytes = 2 * kTileTokens * kRowBytes;  // K rows, then V rows
-// A piece's queries travel with its first tile: a word a lane and step, as the lanes hold them, then the K
-// scale. Asked for on their own they would wait behind all copies in flight, 3 to 9 us.
-constexpr int kQueryWords = kHeadDim / 16 * kColumnBlocks * 2;
-constexpr int kQueryBytes = (kQueryWords + 1) * 128;
+// A piece's queries travel with its first tile, then the K scale. Asked for on their own they would wait
+// behind all copies in flight, 3 to 9 us. Rows are 16 bytes apart in banks: lanes of different heads do not
+// collide.
+constexpr int kQueryStride = kHeadDim * 2 + 16;
+constexpr int kQueryBytes = (kColumnBlocks * 8 * kQueryStride + 4 + 127) / 128 * 128;
 constexpr int kStageBytes = kTileBytes + kQueryBytes;
 
 // Shared memory of a block, by the oldest architecture that this build is for (host and device agree on it).
@@ -51,11 +52,12 @@ constexpr int kSharedBudget = oldest_architecture() >= 900   ? 232448
                               : oldest_architecture() == 800 ? 166912
                                                              : 101376;
 
-// One block an SM. Some warps stream; their rings take what shared memory allows, 192 KB in flight on sm_90:
-// five times what latency alone needs. Others merge: a chunk's end costs fences and atomics, 3 us in which
-// the streams would starve. Nine to twelve warps leave 168 registers a thread, enough for groups up to 8;
-// groups up to 16 need the 255 that eight warps leave. Fewer stream where a tile is large or shared memory
-// small. One plans: it draws tickets and touches what the next chunk begins with.
+// One block an SM. Some warps stream; their rings take what shared memory allows, two tiles a warp and 128 KB
+// in flight on sm_90 at groups up to 8: three times what latency alone needs (a third tile gained nothing).
+// Others merge: a chunk's end costs fences and atomics, 3 us in which the streams would starve. One plans: it
+// draws tickets and touches what the next chunk begins with. Twelve warps leave 168 registers a thread,
+// enough for groups up to 8; groups up to 16 need the 255 that eight warps leave. Fewer stream where a tile
+// is large or shared memory small.
 constexpr int kWarps = kTileBytes > 8192 || kSharedBudget < 131072   ? 4
                        : kColumnBlocks > 1 || kSharedBudget < 196608 ? 6
                                                                      : 8;
@@ -66,7 +68,7 @@ constexpr int kThreads = kStreamThreads + kMergeThreads + 32;
 
 constexpr int kPartialStride = kHeadDim + 4;  // floats a head: O, then m, l and padding (spreads the banks)
 constexpr int kPartialFloats = kUnitHeads * kPartialStride;
-constexpr int kSmallBytes = 1536;  // tiles' descriptions, schedule, plans: SharedMemory checks it
+constexpr int kSmallBytes = 1024;  // tiles' descriptions, schedule, plans: SharedMemory checks it
 // A warp leaves its cut piece in shared memory where groups up to 8 let it fit, else in scratch.
 constexpr bool kPiecesInShared =
     kUnitHeads <= 8 && kWarps * (2 * kStageBytes + kPartialFloats * 4) + kSmallBytes <= kSharedBudget;
