@@ -42,6 +42,7 @@ class _Params(ctypes.Structure):
         + [("num_kv_indices", ctypes.c_int32), ("sm_scale", ctypes.c_float), ("q_copy_bytes", ctypes.c_int32)]
         + [("partials", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("workers", ctypes.c_int32)]
         + [("page_multiplier", ctypes.c_uint32), ("page_shift", ctypes.c_int32)]
+        + [("single_round_slots", ctypes.c_int32)]
     )
 
 

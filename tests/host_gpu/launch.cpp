@@ -73,13 +73,14 @@ int32_t shared_budget() { return kSharedBudget; }
 // after the launch.
 const char* launch(const DecodeParams* p, int32_t heads, int32_t workers, int32_t blocks, int32_t resident,
                    uint32_t seed, int32_t early, int32_t* counters_left) {
-  const size_t slots = heads == 2 ? scratch_slots<2>(workers) : scratch_slots<1>(workers);
+  const size_t slots = scratch_slots(workers, kChunksPerWorkerBound, heads);
   std::vector<float4> partials(slots * kPartialFloats / 4, float4{NAN, NAN, NAN, NAN});
   std::vector<int32_t> counters(kArrivals + static_cast<size_t>(workers) * kChunksPerWorkerBound * 2, 0);
   params = *p;
   params.partials = &partials[0].x;
   params.counters = counters.data();
   params.workers = workers;
+  params.single_round_slots = kScheduleTuning.single_round_slots;
   set_page_divisor(params);
   two_heads = heads == 2;
   grid = blocks;

@@ -133,7 +133,14 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
   }
   static_assert(sizeof(SharedMemory<kHeads>) <= kSharedBudget,
                 "tuning.cuh counted less than SharedMemory holds");
-  const size_t slots = scratch_slots<kHeads>(workers);
+  // Bounds that come from shapes; lengths stay on the device. Blocks that cannot get a chunk need not start,
+  // and a line that is cut in one round needs the fewest slots.
+  const int64_t units = static_cast<int64_t>(p.num_kv_heads) * kParts / kHeads;
+  const int64_t most_slots = units * p.num_kv_indices * p.page_size;
+  const int64_t most_chunks = (most_slots + kScheduleTuning.min_chunk - 1) / kScheduleTuning.min_chunk;
+  const int grid = static_cast<int>(most_chunks < 1 ? 1 : most_chunks > workers ? workers : most_chunks);
+  const bool one_round = most_slots <= static_cast<int64_t>(workers) * kScheduleTuning.single_round_slots;
+  const size_t slots = scratch_slots(workers, one_round ? 1 : kChunksPerWorkerBound, kHeads);
   Scratch scratch;
   if (const char* error =
           get_scratch(device, stream, workers, slots * kPartialFloats * sizeof(float), scratch)) {
@@ -142,12 +149,9 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
   p.partials = scratch.partials;
   p.counters = scratch.counters;
   p.workers = workers;
+  // Whatever kv_indptr says: scratch for one round is never overrun.
+  p.single_round_slots = one_round ? INT32_MAX : kScheduleTuning.single_round_slots;
   set_page_divisor(p);
-  // Blocks that cannot get a chunk need not start. The bound comes from shapes; lengths stay on the device.
-  const int64_t units = static_cast<int64_t>(p.num_kv_heads) * kParts / kHeads;
-  const int64_t most_slots = units * p.num_kv_indices * p.page_size;
-  const int64_t most_chunks = (most_slots + kScheduleTuning.min_chunk - 1) / kScheduleTuning.min_chunk;
-  const int grid = static_cast<int>(most_chunks < 1 ? 1 : most_chunks > workers ? workers : most_chunks);
   void* arguments[] = {&p};
   return failed(cudaLaunchKernel(decode_kernel<kHeads>, dim3(grid), dim3(kThreads), arguments,
                                  sizeof(SharedMemory<kHeads>), stream),

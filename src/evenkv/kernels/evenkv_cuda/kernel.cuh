@@ -58,8 +58,9 @@ __device__ __forceinline__ void make_block_schedule(const DecodeParams& p, Share
   const int64_t listed = static_cast<int64_t>(pages) * p.page_size;
   shared.unit_slots = static_cast<int32_t>(min(max(listed, int64_t{0}), kMostSlots));
   const int32_t units = p.num_kv_heads * kParts / kHeads;
-  shared.schedule =
-      make_schedule(static_cast<int64_t>(units) * shared.unit_slots, p.workers, kScheduleTuning);
+  ScheduleTuning tuning = kScheduleTuning;
+  tuning.single_round_slots = p.single_round_slots;
+  shared.schedule = make_schedule(static_cast<int64_t>(units) * shared.unit_slots, p.workers, tuning);
   shared.wanted = shared.drawn = shared.planned = shared.chunks_read = 0;
 }
 

@@ -143,10 +143,17 @@ struct CutRequest {
   }
 };
 
-// Scratch slot of a chunk: 0 holds the request that began before the chunk, 1 the one that begins in it.
+// Scratch: slots for the pieces that do not fit shared memory, then two a chunk.
+EVENKV_HOST_DEVICE int64_t piece_slots(int64_t workers) { return workers * kWarps * kPieceSlots; }
+EVENKV_HOST_DEVICE int64_t scratch_slots(int64_t workers, int64_t chunks_per_worker, int heads_per_block) {
+  return piece_slots(workers) + workers * chunks_per_worker * 2 * heads_per_block;
+}
+
+// A chunk's slot 0 holds the request that began before the chunk, slot 1 the one that begins in it.
 __device__ __forceinline__ float* chunk_slot(const DecodeParams& p, int32_t chunk, int slot,
                                              int heads_per_block) {
-  return p.partials + (static_cast<int64_t>(chunk) * 2 + slot) * heads_per_block * kPartialFloats;
+  const int64_t place = static_cast<int64_t>(chunk) * 2 + slot;
+  return p.partials + (piece_slots(p.workers) + place * heads_per_block) * kPartialFloats;
 }
 
 }  // namespace evenkv

@@ -33,6 +33,7 @@ struct DecodeParams {
   int32_t workers;           // what the chunk schedule divides by: thread blocks that fit the device
   uint32_t page_multiplier;  // slot / page_size == slot * page_multiplier >> page_shift, below 2^31
   int32_t page_shift;
+  int32_t single_round_slots;  // of the schedule's tuning
 };
 
 // Division by a run-time number costs 20 instructions at every use; by multiplication it costs three.

@@ -57,20 +57,14 @@ __device__ __forceinline__ void touch(SharedMemory<kHeads>& shared, const void* 
   if (__ldg(static_cast<const uint32_t*>(address)) == 0x80000000u) shared.touched = 1;
 }
 
-// Scratch: the chunks' slots (chunk_slot), then the pieces that do not fit shared memory.
+// A piece's place: shared memory for a warp's last one where it fits, else scratch (before the chunks'
+// slots).
 template <int kHeads>
 __device__ __forceinline__ float* piece_slot(const DecodeParams& p, SharedMemory<kHeads>& shared, int warp,
                                              int index) {
   if (kPiecesInShared && index == 1) return reinterpret_cast<float*>(shared.pieces) + warp * kPartialFloats;
-  const int64_t slots = static_cast<int64_t>(p.workers) * kChunksPerWorkerBound * 2 * kHeads;
-  return p.partials +
-         (slots + (static_cast<int64_t>(blockIdx.x) * kPieceSlots + index) * kWarps + warp) * kPartialFloats;
-}
-
-// Slots of scratch that a launch may use.
-template <int kHeads>
-constexpr int64_t scratch_slots(int64_t workers) {
-  return workers * (kChunksPerWorkerBound * 2 * kHeads + kWarps * kPieceSlots);
+  const int32_t slot = (static_cast<int32_t>(blockIdx.x) * kPieceSlots + index) * kWarps + warp;
+  return p.partials + static_cast<int64_t>(slot) * kPartialFloats;
 }
 
 }  // namespace evenkv
