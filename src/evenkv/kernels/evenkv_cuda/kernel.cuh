@@ -1,13 +1,16 @@
 // The kernel: one launch, no plan.
 //
 // Grid: at most one block an SM. A block takes chunks of the flattened slot line (schedule.h): its first one
-// by its index, later ones by a ticket. Block: kWarps streaming warps and kMergeWarps merging warps. The
-// chunk is cut evenly among the streaming warps (with several KV heads a block, among the warps of each
-// head); each streams its tokens through a ring of tiles in shared memory that runs on from chunk to chunk,
-// and keeps one flash-decoding state (attention.cuh: what a lane does). A request inside one warp's part is
-// written by that warp. One cut between warps or chunks leaves pieces, which the merging warps add up while
-// the next chunk streams: a whole request is written; one cut between chunks goes to scratch and is merged by
-// the block that finishes its last missing chunk, in chunk order.
+// by its index, later ones by a ticket. Block: kWarps streaming warps, kMergeWarps merging warps and one
+// planning warp. The planning warp draws the next chunk before the streams end the present one, finds the
+// requests that the chunk's ends cut, and touches the page tables that the streams read next. The chunk is
+// cut evenly among the streaming warps (with several KV heads a block, among the warps of each head); each
+// streams its tokens through a ring of tiles in shared memory that runs on from chunk to chunk, and keeps one
+// flash-decoding state (attention.cuh: what a lane does). A request inside one warp's part is written by that
+// warp. One cut between warps or chunks leaves pieces, which the merging warps add up while the next chunk
+// streams: a whole request is written; one cut between chunks goes to scratch and is merged by the block that
+// finishes its last missing chunk, in chunk order. For the block's last chunk the streaming warps join the
+// merging warps as one team. docs/kernel.md has a picture.
 #pragma once
 
 #include "merging_warps.cuh"
