@@ -87,17 +87,24 @@ MODULE = Path(__file__).stem  # also when this file is the command
 KERNELS = {"evenkv_cuda": f"{MODULE}:CudaKernel", "evenkv_triton": f"{MODULE}:TritonKernel"}
 
 
-def load_cuda_kernel(spec: DecodeSpec) -> tuple[Callable[..., None], Callable[[int], None]]:
-    """`run` and `fill_scratch` of one built library, out of the cache once it is built."""
+def load_cuda_function(spec: DecodeSpec, symbol: str) -> Callable[..., None]:
+    """A function that evenkv_cuda's library exports, out of the cache once it is built."""
     from evenkv.library import toolchain
     from evenkv.library.build import build_inputs, build_solution, cache_key
     from evenkv.library.load import load_shared_library
 
     solution = _cuda_solution(spec)
     run = build_solution(solution)
+    if symbol == "run":
+        return run
     entry = toolchain.cache_folder() / "library" / cache_key(build_inputs(solution))
     # The same file again: the loader gives the library that is loaded, with the scratch that `run` uses.
-    return run, load_shared_library(entry / "kernel.so", "fill_scratch")
+    return load_shared_library(entry / "kernel.so", symbol)
+
+
+def load_cuda_kernel(spec: DecodeSpec) -> tuple[Callable[..., None], Callable[[int], None]]:
+    """`run` and `fill_scratch` of one built library."""
+    return load_cuda_function(spec, "run"), load_cuda_function(spec, "fill_scratch")
 
 
 def _cuda_solution(spec: DecodeSpec) -> Any:

@@ -40,9 +40,13 @@ class _Params(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("k_scale", "v_scale", "output", "lse")]
         + [(name, ctypes.c_int32) for name in ("batch", "num_kv_heads", "num_pages", "page_size")]
         + [("num_kv_indices", ctypes.c_int32), ("sm_scale", ctypes.c_float), ("q_copy_bytes", ctypes.c_int32)]
+        + [("request_chunk_shift", ctypes.c_int32)]
         + [("partials", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("workers", ctypes.c_int32)]
         + [("page_multiplier", ctypes.c_uint32), ("page_shift", ctypes.c_int32)]
-        + [("single_round_slots", ctypes.c_int32)]
+        + [
+            (name, ctypes.c_int32)
+            for name in ("single_round_slots", "most_request_chunks", "slots_per_chunk")
+        ]
     )
 
 
@@ -53,6 +57,7 @@ class HostKernel:
     library: ctypes.CDLL
     tuning: Tuning
     q_copy_bytes: int = 16
+    request_chunk_shift: int = 0
 
     def __call__(
         self,
@@ -93,13 +98,17 @@ class HostKernel:
         for name in ("kv_last_page_len", "k_scale", "v_scale"):
             setattr(params, name, named[name].data_ptr() if name in named else None)
         params.q_stride_batch, params.q_stride_head = t["q"].stride()[:2]
-        params.q_copy_bytes = self.q_copy_bytes
+        params.q_copy_bytes, params.request_chunk_shift = self.q_copy_bytes, self.request_chunk_shift
         params.k_stride_page, params.k_stride_slot, params.k_stride_head = t["k_cache"].stride()[:3]
         params.v_stride_page, params.v_stride_slot, params.v_stride_head = t["v_cache"].stride()[:3]
         params.num_pages, params.num_kv_indices = len(t["k_cache"]), len(t["kv_indices"])
         params.sm_scale = float(t["sm_scale"])
         most_slots = spec.num_kv_heads // heads * params.num_kv_indices * spec.page_size
-        blocks = max(1, min(workers, -(-most_slots // self.tuning[0])))
+        most_chunks = -(-most_slots // self.tuning[0])
+        if self.request_chunk_shift:
+            unit_chunks = (params.num_kv_indices * spec.page_size >> self.request_chunk_shift) + params.batch
+            most_chunks = spec.num_kv_heads // heads * unit_chunks
+        blocks = max(1, min(workers, most_chunks))
         left = ctypes.c_int32(-1)
         fault = self.library.launch(
             ctypes.byref(params), heads, workers, blocks, resident, seed, early, ctypes.byref(left)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batch_parts import take_requests
 from host_kernel import HostKernel, build_host_kernel
 
 from evenkv.numerics.check import check_outputs
@@ -61,6 +62,31 @@ def test_bf16(bf16: HostKernel) -> None:
 def test_queries_of_which_rows_begin_anywhere(bf16: HostKernel) -> None:
     """Rows that are not aligned to 16 bytes travel 4 bytes at a time."""
     _check(replace(bf16, q_copy_bytes=4), make_problem(BF16, [40, 0, 300]), workers=3)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_batch_invariant_bits(bf16: HostKernel, page_size: int) -> None:
+    """A request's bits are the same alone, among others, and at another place of the batch."""
+    kernel = replace(bf16, request_chunk_shift=8)
+    problem = make_problem(
+        replace(BF16, page_size=page_size), [3, 0, 700, 256, 257, 0, 1, 4500, 90], seed=page_size
+    )
+    _check(kernel, problem, workers=5, seed=page_size)
+    output, lse = kernel(problem, workers=3)
+    for requests in (range(2, 3), range(3, 5), range(7, 8), range(1, 9)):
+        part = kernel(take_requests(problem, requests), workers=40, seed=requests.start)
+        rows = slice(requests.start, requests.stop)
+        assert bit_equal(part, (output[rows], lse[rows])), requests
+
+
+def test_batch_invariant_fp8_and_tables_that_list_too_much(fp8: HostKernel, bf16: HostKernel) -> None:
+    kernel = replace(fp8, request_chunk_shift=6)
+    _check(kernel, make_problem(FP8, [0, 400, 17, 0, 64]), workers=3)
+    problem = make_problem(replace(BF16, page_size=64), [1] * 30)
+    short = problem.with_tensors(kv_indices=problem.tensors["kv_indices"][:1].clone())
+    wanted = reference(problem)
+    output, lse = replace(bf16, request_chunk_shift=7)(short, workers=4)
+    assert check_outputs(BF16, output[:1], lse[:1], wanted[0][:1], wanted[1][:1]) == []
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -82,10 +82,9 @@ TRACE: list[Edit] = [
     _before(_MERGE, "      if (phase == kPieces && !count_in", "phase"),
     _after(_MERGE, "    if (thread == 0) publish_shared(&shared_.chunks_read, place + 1);\n", "pieces read"),
     _before(_MERGE, "    return true;\n  }\n\n  // After a group", "counted in"),
-    _before(_PLAN, "    Plan& plan = shared.plans[place % kPlans];\n", "draw"),
-    _after(_PLAN, "    const bool over = chunk >= schedule.num_chunks;\n", "publish"),
-    _before(_PLAN, "  if (entry >= 0) touch", "found"),
-    _before(_PLAN, "    if (over) return;\n", "planned"),
+    _before(_PLAN, "      ChunkRange range = {0, 0};\n", "drawn"),
+    _before(_PLAN, "    plan_chunk(p, shared, chunk, place);\n", "located"),
+    _before(_PLAN, "  if (lane == 0) publish_shared(&shared.planned", "planned"),
 ]
 
 

@@ -14,21 +14,16 @@ _SEVEN_EIGHTHS = "round == 0 ? per_worker - (per_worker >> 3) : per_worker >> (r
 _FIFTEEN_SIXTEENTHS = "round == 0 ? per_worker - (per_worker >> 4) : per_worker >> (round + 4)"
 
 _ROUNDS = [_schedule(1024, 256)]
-_COPY = (
-    'asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),\n'
-    '               "r"(valid), "l"(policy)\n'
-    '               : "memory");'
-)
-_PLAIN_COPY = (
-    'asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" '
-    '::"r"(dst), "l"(src), "r"(valid) : "memory");'
-)
-
 VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "base": [],
     "rounds": _ROUNDS,
     "rounds 7/8": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
     "rounds 15/16": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _FIFTEEN_SIXTEENTHS)],
     "rounds coarse": [_schedule(1024, 512)],
-    "no policy": [("ptx.cuh", _COPY, _PLAIN_COPY)],
+    "pairs from 1M": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = 1 << 20")],
+    "pairs from 256k": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = 1 << 18")],
+    "batch invariant": [
+        ("binding.cpp", "kBatchInvariant ? evenkv::kRequestChunkShift : 0", "evenkv::kRequestChunkShift")
+    ],
+    "no policy": [("cursor.cuh", "copy_async_16<true>", "copy_async_16<false>")],
 }

@@ -73,14 +73,24 @@ int32_t shared_budget() { return kSharedBudget; }
 // after the launch.
 const char* launch(const DecodeParams* p, int32_t heads, int32_t workers, int32_t blocks, int32_t resident,
                    uint32_t seed, int32_t early, int32_t* counters_left) {
-  const size_t slots = scratch_slots(workers, kChunksPerWorkerBound, heads);
-  std::vector<float4> partials(slots * kPartialFloats / 4, float4{NAN, NAN, NAN, NAN});
-  std::vector<int32_t> counters(kArrivals + static_cast<size_t>(workers) * kChunksPerWorkerBound * 2, 0);
+  // As kernel.cu does.
+  const bool by_request = p->request_chunk_shift != 0;
+  const int64_t units = static_cast<int64_t>(p->num_kv_heads) * kParts / heads;
+  const int64_t unit_slots = static_cast<int64_t>(p->num_kv_indices) * p->page_size;
+  const bool one_round =
+      units * unit_slots <= static_cast<int64_t>(workers) * kScheduleTuning.single_round_slots;
+  const int64_t chunks = by_request ? units * request_chunks(unit_slots, p->batch, p->request_chunk_shift)
+                                    : static_cast<int64_t>(workers) * (one_round ? 1 : kChunksPerWorkerBound);
   params = *p;
+  params.slots_per_chunk = by_request ? 1 : 2;
+  params.most_request_chunks = static_cast<int32_t>(chunks);
+  const size_t slots = piece_slots(workers) + chunks * params.slots_per_chunk * heads;
+  std::vector<float4> partials(slots * kPartialFloats / 4, float4{NAN, NAN, NAN, NAN});
+  std::vector<int32_t> counters(kArrivals + max(chunks, int64_t{workers}) * 2, 0);
   params.partials = &partials[0].x;
   params.counters = counters.data();
   params.workers = workers;
-  params.single_round_slots = kScheduleTuning.single_round_slots;
+  params.single_round_slots = one_round ? INT32_MAX : kScheduleTuning.single_round_slots;
   set_page_divisor(params);
   two_heads = heads == 2;
   grid = blocks;

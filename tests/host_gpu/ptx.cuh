@@ -283,7 +283,10 @@ void copy_async(uint32_t dst, const void* src, uint32_t valid) {
     host_gpu::current->open.push_back(copy);
   }
 }
-inline void copy_async_16(uint32_t dst, const void* src, uint32_t valid) { copy_async<16>(dst, src, valid); }
+template <bool>
+void copy_async_16(uint32_t dst, const void* src, uint32_t valid) {
+  copy_async<16>(dst, src, valid);
+}
 inline void copy_async_4(uint32_t dst, const void* src, uint32_t valid) { copy_async<4>(dst, src, valid); }
 inline uint32_t load_shared(uint32_t address) {
   uint32_t v;

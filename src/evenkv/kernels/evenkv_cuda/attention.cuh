@@ -37,7 +37,7 @@ struct Attention {
       const bool valid = head < heads;
       const char* src = rows + (valid ? head * p.q_stride_head * 2 + column : 0);
       if (size == 16) {
-        copy_async_16(dst, src, valid ? 16 : 0);
+        copy_async_16<false>(dst, src, valid ? 16 : 0);
       } else {
         copy_async_4(dst, src, valid ? 4 : 0);
       }

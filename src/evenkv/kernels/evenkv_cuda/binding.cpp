@@ -94,6 +94,7 @@ void check_alignment(const char* name, const TensorView& t, int64_t bytes) {
   }
 }
 
+template <bool kBatchInvariant>
 void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_indptr, TensorView kv_indices,
 #if EVENKV_HAS_LAST_PAGE_LEN
          TensorView kv_last_page_len,
@@ -159,6 +160,7 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
   p.page_size = P;
   p.num_kv_indices = static_cast<int32_t>(kv_indices.size(0));
   p.sm_scale = static_cast<float>(sm_scale);
+  p.request_chunk_shift = kBatchInvariant ? evenkv::kRequestChunkShift : 0;
   void* stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
   if (const char* error = evenkv::launch_decode(p, device.device_id, stream))
     TVM_FFI_THROW(RuntimeError) << error;
@@ -171,5 +173,7 @@ void fill_scratch(int64_t byte) {
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<false>);
+// A request's bits do not depend on the rest of the batch. Same arguments.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_batch_invariant, run<true>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_scratch, fill_scratch);

@@ -54,16 +54,21 @@ enum TileFlags : uint32_t {
   kLastOfChunk = 32,  // the warp's last tile of a chunk (a tile of no tokens where its part has none)
 };
 
-// The last request whose first page is at most `page`: the owner of that page. Independent loads first:
-// batches up to 255 requests take one trip to memory. Every lane returns the same value.
-__device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_t batch, int32_t page) {
+// The last request that begins at `bound` or before: pages, or with a shift chunks (params.h:
+// request_chunks). Independent loads first: batches up to 255 requests take one trip to memory. Every lane
+// returns the same value.
+__device__ __forceinline__ int32_t find_request(const DecodeParams& p, int32_t bound, int32_t shift = 0) {
   const int lane = threadIdx.x & 31;
-  int32_t low = 0, high = batch + 1;  // the count of entries <= page lies in [low, high]
+  const auto begins_by = [&](int32_t entry) {
+    const int32_t page = __ldg(p.kv_indptr + entry);
+    return (shift == 0 ? page : (page * p.page_size >> shift) + entry) <= bound;
+  };
+  int32_t low = 0, high = p.batch + 1;  // the count of entries that begin by then lies in [low, high]
 #pragma unroll 1
   while (high - low > 256) {  // 32-ary search down to a range that one pass counts
     const int32_t step = (high - low + 32) / 33;
     const int32_t probe = low + step * (lane + 1) - 1;
-    const bool below = probe < high && __ldg(kv_indptr + probe) <= page;
+    const bool below = probe < high && begins_by(probe);
     const int32_t passed = __popc(__ballot_sync(kAllLanes, below));
     low += passed * step;
     high = min(high, low + step);
@@ -72,7 +77,7 @@ __device__ __forceinline__ int32_t find_request(const int32_t* kv_indptr, int32_
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int32_t entry = low + i * 32 + lane;
-    below[i] = entry < high && __ldg(kv_indptr + entry) <= page;
+    below[i] = entry < high && begins_by(entry);
   }
   int32_t count = low;
 #pragma unroll
@@ -111,7 +116,7 @@ class Cursor {
     unit_end_ = min(unit_slots_, slot + slots);
     left_ = slots - (unit_end_ - slot);
     load_ids(page_of(p_, slot));
-    load_requests(find_request(p_.kv_indptr, p_.batch, page_of(p_, slot)));
+    load_requests(find_request(p_, page_of(p_, slot)));
     take_request(0);
     slot_ = min(max(slot_, begin_), unit_end_);
   }
@@ -274,7 +279,7 @@ class Cursor {
 #pragma unroll
     for (int i = 0; i < 16 / kRowsPerCopy; ++i) {
       const int row = i * kRowsPerCopy + first_row;
-      copy_async_16(later_row(lane_dst, i * kRowsPerCopy), src, row < wanted ? 16 : 0);
+      copy_async_16<true>(later_row(lane_dst, i * kRowsPerCopy), src, row < wanted ? 16 : 0);
       if (row + kRowsPerCopy < wanted) src += kRowsPerCopy * row_stride;
     }
   }
@@ -287,7 +292,8 @@ class Cursor {
     for (int i = 0; i < kTileTokens / kRowsPerCopy; ++i) {
       const int row = i * kRowsPerCopy + first_row;
       const int64_t row_offset = __shfl_sync(kAllLanes, offset, row);
-      copy_async_16(later_row(lane_dst, i * kRowsPerCopy), base + row_offset, (rows >> row & 1) ? 16 : 0);
+      copy_async_16<true>(later_row(lane_dst, i * kRowsPerCopy), base + row_offset,
+                          (rows >> row & 1) ? 16 : 0);
     }
   }
 

@@ -1,6 +1,7 @@
 // The launcher: device facts, scratch, and the one launch.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
@@ -50,7 +51,7 @@ class CaptureRelaxed {
 struct Scratch {
   float* partials = nullptr;
   int32_t* counters = nullptr;
-  size_t partial_bytes = 0;
+  size_t partial_bytes = 0, num_counters = 0;
 };
 
 // Two launches that may overlap never share scratch: one per stream, and within a capture one per captured
@@ -62,30 +63,32 @@ using ScratchKey =
 std::mutex scratch_mutex;
 std::map<ScratchKey, Scratch> scratch_of;
 
-size_t counter_count(int workers) {
-  return kArrivals + static_cast<size_t>(workers) * kChunksPerWorkerBound * 2;
-}
-
-const char* allocate(Scratch& scratch, int workers, size_t partial_bytes) {
+const char* allocate(Scratch& scratch) {
   const CaptureRelaxed relaxed;
-  const size_t counter_bytes = counter_count(workers) * sizeof(int32_t);
+  const size_t counter_bytes = scratch.num_counters * sizeof(int32_t);
   cudaStream_t side = nullptr;  // a capture forbids work on the legacy stream
-  const bool bad = failed(cudaMalloc(&scratch.partials, partial_bytes), "allocating scratch") ||
+  const bool bad = failed(cudaMalloc(&scratch.partials, scratch.partial_bytes), "allocating scratch") ||
                    failed(cudaMalloc(&scratch.counters, counter_bytes), "allocating counters") ||
                    failed(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "cudaStreamCreate") ||
                    failed(cudaMemsetAsync(scratch.counters, 0, counter_bytes, side), "clearing counters") ||
                    failed(cudaStreamSynchronize(side), "clearing counters");
   if (side != nullptr) cudaStreamDestroy(side);
-  if (bad) {
-    cudaFree(scratch.partials);
-    cudaFree(scratch.counters);
-    return message.c_str();
-  }
-  scratch.partial_bytes = partial_bytes;
-  return nullptr;
+  if (!bad) return nullptr;
+  cudaFree(scratch.partials);
+  cudaFree(scratch.counters);
+  return message.c_str();
 }
 
-const char* get_scratch(int device, cudaStream_t stream, int workers, size_t partial_bytes, Scratch& out) {
+// Powers of two: an entry that grows with the batch is replaced a few times at most, since what it had before
+// stays (a launch in flight may still use it).
+size_t round_up(size_t size) {
+  size_t rounded = 1;
+  while (rounded < size) rounded *= 2;
+  return rounded;
+}
+
+const char* get_scratch(int device, cudaStream_t stream, size_t partial_bytes, size_t num_counters,
+                        Scratch& out) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0, id = 0;
   if (failed(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo")) {
@@ -100,9 +103,12 @@ const char* get_scratch(int device, cudaStream_t stream, int workers, size_t par
   const ScratchKey key{device, id, capture};
   const std::lock_guard<std::mutex> lock(scratch_mutex);
   Scratch& scratch = scratch_of[key];
-  if (scratch.partial_bytes < partial_bytes) {
-    Scratch fresh;  // a smaller entry's memory is left alone: a launch in flight may still use it
-    if (const char* error = allocate(fresh, workers, partial_bytes)) return error;
+  if (scratch.partial_bytes < partial_bytes || scratch.num_counters < num_counters) {
+    Scratch fresh;
+    const bool first = scratch.partials == nullptr;
+    fresh.partial_bytes = std::max(scratch.partial_bytes, first ? partial_bytes : round_up(partial_bytes));
+    fresh.num_counters = std::max(scratch.num_counters, first ? num_counters : round_up(num_counters));
+    if (const char* error = allocate(fresh)) return error;
     scratch = fresh;
   }
   out = scratch;
@@ -136,14 +142,23 @@ const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
   // Bounds that come from shapes; lengths stay on the device. Blocks that cannot get a chunk need not start,
   // and a line that is cut in one round needs the fewest slots.
   const int64_t units = static_cast<int64_t>(p.num_kv_heads) * kParts / kHeads;
-  const int64_t most_slots = units * p.num_kv_indices * p.page_size;
-  const int64_t most_chunks = (most_slots + kScheduleTuning.min_chunk - 1) / kScheduleTuning.min_chunk;
-  const int grid = static_cast<int>(most_chunks < 1 ? 1 : most_chunks > workers ? workers : most_chunks);
+  const int64_t unit_slots = static_cast<int64_t>(p.num_kv_indices) * p.page_size,
+                most_slots = units * unit_slots;
+  int64_t most_chunks = (most_slots + kScheduleTuning.min_chunk - 1) / kScheduleTuning.min_chunk;
   const bool one_round = most_slots <= static_cast<int64_t>(workers) * kScheduleTuning.single_round_slots;
-  const size_t slots = scratch_slots(workers, one_round ? 1 : kChunksPerWorkerBound, kHeads);
+  int64_t scratch_chunks = static_cast<int64_t>(workers) * (one_round ? 1 : kChunksPerWorkerBound);
+  p.slots_per_chunk = 2;
+  if (p.request_chunk_shift != 0) {
+    most_chunks = scratch_chunks = units * request_chunks(unit_slots, p.batch, p.request_chunk_shift);
+    if (most_chunks > INT32_MAX / 4) return "batch-invariant: too many chunks; decode in two calls";
+    p.slots_per_chunk = 1;
+  }
+  p.most_request_chunks = static_cast<int32_t>(most_chunks);
+  const int grid = static_cast<int>(most_chunks < 1 ? 1 : most_chunks > workers ? workers : most_chunks);
+  const int64_t slots = piece_slots(workers) + scratch_chunks * p.slots_per_chunk * kHeads;
   Scratch scratch;
-  if (const char* error =
-          get_scratch(device, stream, workers, slots * kPartialFloats * sizeof(float), scratch)) {
+  if (const char* error = get_scratch(device, stream, slots * kPartialFloats * sizeof(float),
+                                      kArrivals + std::max(scratch_chunks, int64_t{workers}) * 2, scratch)) {
     return error;
   }
   p.partials = scratch.partials;
@@ -170,7 +185,8 @@ const char* launch_decode(DecodeParams params, int32_t device, void* stream) {
     // small problems twice the chunks fill more SMs.
     const int64_t slots =
         static_cast<int64_t>(params.num_kv_heads) * params.num_kv_indices * params.page_size;
-    if (params.num_kv_heads % 2 == 0 && slots >= kPairHeadsFromSlots) {
+    // Batch-invariant bits must not depend on the batch's size.
+    if (params.request_chunk_shift == 0 && params.num_kv_heads % 2 == 0 && slots >= kPairHeadsFromSlots) {
       return launch<2>(params, device, static_cast<cudaStream_t>(stream));
     }
   }

@@ -56,15 +56,35 @@ __device__ __forceinline__ void make_block_schedule(const DecodeParams& p, Share
   const int32_t page = __ldg(p.kv_indptr + min(first, batch));
   const int32_t last = p.kv_last_page_len == nullptr ? 0 : __ldg(p.kv_last_page_len + min(first, batch - 1));
   if (((page | last) & INT32_MIN) != 0) shared.touched = 1;  // the loads must be of use
-  if (lane != 0) return;
-  // Slots count in 32 bits; the binding keeps kv_indices within them, and what lies beyond is no valid table.
-  const int64_t listed = static_cast<int64_t>(pages) * p.page_size;
-  shared.unit_slots = static_cast<int32_t>(min(max(listed, int64_t{0}), kMostSlots));
   const int32_t units = p.num_kv_heads * kParts / kHeads;
-  ScheduleTuning tuning = kScheduleTuning;
-  tuning.single_round_slots = p.single_round_slots;
-  shared.schedule = make_schedule(static_cast<int64_t>(units) * shared.unit_slots, p.workers, tuning);
-  shared.wanted = shared.drawn = shared.planned = shared.chunks_read = 0;
+  if (lane == 0) {
+    // Slots count in 32 bits; the binding keeps kv_indices within them, and what lies beyond is no valid
+    // table.
+    const int64_t listed = static_cast<int64_t>(pages) * p.page_size;
+    shared.unit_slots = static_cast<int32_t>(min(max(listed, int64_t{0}), kMostSlots));
+    ScheduleTuning tuning = kScheduleTuning;
+    tuning.single_round_slots = p.single_round_slots;
+    shared.schedule = make_schedule(static_cast<int64_t>(units) * shared.unit_slots, p.workers, tuning);
+    if (p.request_chunk_shift != 0) {
+      int32_t shift = p.request_chunk_shift;
+      // Whatever kv_indptr says: scratch is never overrun.
+      while (units * request_chunks(shared.unit_slots, p.batch, shift) > p.most_request_chunks) ++shift;
+      shared.chunk_shift = shift;
+      shared.unit_chunks = static_cast<int32_t>(request_chunks(shared.unit_slots, p.batch, shift));
+      shared.schedule.num_chunks = shared.unit_slots > 0 ? units * shared.unit_chunks : 0;
+    }
+    shared.wanted = shared.planned = shared.chunks_read = 0;
+    shared.drawn = 1;
+  }
+  __syncwarp();
+  const int32_t chunk = blockIdx.x;
+  if (chunk < shared.schedule.num_chunks) {
+    const ChunkRange range = locate_chunk(p, shared, chunk);
+    if (lane == 0) {
+      shared.plans[0].chunk = chunk;
+      shared.plans[0].range = range;
+    }
+  }
 }
 
 // Requests without tokens have no slots on the line: the planning warps look after them, each its share (in a
@@ -95,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   __syncthreads();
   const bool has_chunk = static_cast<int32_t>(blockIdx.x) < schedule.num_chunks;
   if (warp == kWarps + kMergeWarps) {
-    if (has_chunk) plan_all_chunks(p, shared, schedule);
+    if (has_chunk) plan_all_chunks(p, shared);
     write_empty_requests(p);
     return;
   }

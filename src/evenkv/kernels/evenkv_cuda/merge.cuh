@@ -32,7 +32,10 @@ struct Merged {
   float m = kNoMaximum, l = 0.0f;
   float4 o[kQuads] = {};
 
-  __device__ __forceinline__ void scale(float factor) {
+  // To a maximum that is no smaller.
+  __device__ __forceinline__ void raise(float largest) {
+    const float factor = exp2_fast(m - largest);
+    m = largest;
     l *= factor;
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) {
@@ -42,7 +45,9 @@ struct Merged {
       o[k].w *= factor;
     }
   }
-  __device__ __forceinline__ void add(const Merged& other, float weight) {
+  // One whose maximum is no larger.
+  __device__ __forceinline__ void add(const Merged& other) {
+    const float weight = exp2_fast(other.m - m);
     l += other.l * weight;
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) {
@@ -143,16 +148,14 @@ struct CutRequest {
   }
 };
 
-// Scratch: slots for the pieces that do not fit shared memory, then two a chunk.
+// Scratch: slots for the pieces that do not fit shared memory, then those of the chunks.
 EVENKV_HOST_DEVICE int64_t piece_slots(int64_t workers) { return workers * kWarps * kPieceSlots; }
-EVENKV_HOST_DEVICE int64_t scratch_slots(int64_t workers, int64_t chunks_per_worker, int heads_per_block) {
-  return piece_slots(workers) + workers * chunks_per_worker * 2 * heads_per_block;
-}
 
-// A chunk's slot 0 holds the request that began before the chunk, slot 1 the one that begins in it.
+// A chunk's slot 0 holds the request that began before the chunk, slot 1 the one that begins in it. A chunk
+// that holds one request only has one slot.
 __device__ __forceinline__ float* chunk_slot(const DecodeParams& p, int32_t chunk, int slot,
                                              int heads_per_block) {
-  const int64_t place = static_cast<int64_t>(chunk) * 2 + slot;
+  const int64_t place = static_cast<int64_t>(chunk) * p.slots_per_chunk + slot * (p.slots_per_chunk - 1);
   return p.partials + (piece_slots(p.workers) + place * heads_per_block) * kPartialFloats;
 }
 

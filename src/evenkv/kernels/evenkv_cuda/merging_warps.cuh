@@ -10,64 +10,54 @@
 
 namespace evenkv {
 
-// Partials to add up, in order: pieces of the block's warps, or chunks' scratch slots.
+// Partials to add up, in order, at equal distances: the last pieces of a block's warps, or chunks' scratch
+// slots. The first chunk of a request lies in the chunk's other slot; the last piece may be an early one, in
+// scratch.
 struct Partials {
-  bool pieces;
-  int32_t first, stride, count;  // parts, or chunks
-  bool ends_early;               // pieces: the last one is its warp's first piece (index 0)
-  int32_t first_chunk;           // chunks: of the cut request; there it lies in slot 1
-
-  // Where the i-th one lies. Each lane asks for one: the arithmetic of an address costs as much as a trip to
-  // L1.
-  template <int kHeads>
-  __device__ __forceinline__ const float* locate(const DecodeParams& p, SharedMemory<kHeads>& shared,
-                                                 int32_t i) const {
-    const int32_t place = first + i * stride;
-    if (pieces) return piece_slot<kHeads>(p, shared, place * kHeads, ends_early && i == count - 1 ? 0 : 1);
-    return chunk_slot(p, place, place == first_chunk, kHeads);
-  }
+  const float* first = nullptr;
+  int32_t step = 0, first_shift = 0;  // floats
+  int32_t count = 0;
+  const float* early = nullptr;
+  bool remote = false;  // other blocks wrote them
 };
 
 // Loads the partials from the `begin`-th on, all at once: a trip to memory takes far longer than their sum.
 // Past the end the last one is loaded again.
 template <bool kRemote, int kBatch>
-__device__ __forceinline__ void load_partials(Merged (&batch)[kBatch], const float* mine, int32_t begin,
-                                              int32_t count, int32_t offset, int row_lane) {
+__device__ __forceinline__ void load_partials(Merged (&batch)[kBatch], const Partials& list, int32_t begin,
+                                              int32_t offset, int row_lane) {
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) {
-    const auto own = reinterpret_cast<unsigned long long>(mine);
-    const auto address = __shfl_sync(kAllLanes, own, min(begin + i, count - 1) % 32);
-    batch[i].template load<kRemote>(reinterpret_cast<const float*>(address) + offset, row_lane);
+    const int32_t place = min(begin + i, list.count - 1);
+    const int64_t shift = static_cast<int64_t>(place) * list.step + (place == 0 ? list.first_shift : 0);
+    batch[i].template load<kRemote>(list.first + shift + offset, row_lane);
   }
 }
 
 // `offset`: of the lane's row in each partial.
-template <int kHeads>
-__device__ __forceinline__ Merged sum_partials(const DecodeParams& p, SharedMemory<kHeads>& shared,
-                                               const Partials& list, int32_t offset, int row_lane) {
-  constexpr int kBatch = kQuads > 1 ? 4 : 8;  // divides 32
-  const int lane = threadIdx.x & 31;
-  const float* mine = nullptr;
-  Merged sum;
+__device__ __forceinline__ Merged sum_partials(const Partials& list, int32_t offset, int row_lane) {
+  constexpr int kBatch = kQuads > 1 ? 4 : 8;
+  Merged early, sum;
+  if (list.early != nullptr) early.load<false>(list.early + offset, row_lane);
 #pragma unroll 1
   for (int32_t begin = 0; begin < list.count; begin += kBatch) {
-    if (begin % 32 == 0) mine = list.locate<kHeads>(p, shared, begin + lane);
     Merged batch[kBatch];
-    if (list.pieces) {
-      load_partials<false>(batch, mine, begin, list.count, offset, row_lane);
+    if (list.remote) {
+      load_partials<true>(batch, list, begin, offset, row_lane);
     } else {
-      load_partials<true>(batch, mine, begin, list.count, offset, row_lane);
+      load_partials<false>(batch, list, begin, offset, row_lane);
     }
     float largest = sum.m;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, batch[i].m);
-    sum.scale(exp2_fast(sum.m - largest));
-    sum.m = largest;
+    sum.raise(largest);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (begin + i < list.count) sum.add(batch[i], exp2_fast(batch[i].m - largest));
+      if (begin + i < list.count) sum.add(batch[i]);
     }
   }
+  sum.raise(fmaxf(sum.m, early.m));
+  sum.add(early);
   return sum;
 }
 
@@ -143,22 +133,30 @@ class Merger {
     for (int phase = kPieces; phase < kPhases; ++phase) {
       const int side = phase > kAllOfFirst;
       const CutRequest cut = side != 0 ? cuts[1] : cuts[0];
-      Partials list = {false, chunk, 1, 1, false, -1};
+      int32_t begin = cut.group_first, stride = 1, count = cut.group_chunks();
       int jobs = 1;
       if (phase == kPieces) {
         jobs = chains.count();
       } else {
         if (!(used >> side & 1) || !shared_.arrived_last[side]) continue;
         if (phase == kGroupOfFirst || phase == kGroupOfLast) {
-          if (cut.group_chunks() == 1) continue;
-          list = {false, cut.group_first, 1, cut.group_chunks(), false, cut.first_chunk};
+          if (count == 1) continue;
         } else {
           if (cut.groups() == 1 || !completes_groups(cut)) continue;
-          list = {false, cut.first_chunk, kGroupChunks, cut.groups(), false, cut.first_chunk};
+          begin = cut.first_chunk;
+          stride = kGroupChunks;
+          count = cut.groups();
         }
       }
       const bool to_slot = (phase == kGroupOfFirst || phase == kGroupOfLast) && cut.groups() > 1;
-      run(phase, chunk, chains, cut, list, jobs, to_slot);
+      constexpr int32_t kSlotFloats = kHeads * kPartialFloats;
+      Partials list;
+      list.first = chunk_slot(p_, begin, 0, kHeads);
+      list.step = stride * p_.slots_per_chunk * kSlotFloats;
+      list.first_shift = begin == cut.first_chunk ? (p_.slots_per_chunk - 1) * kSlotFloats : 0;
+      list.count = count;
+      list.remote = true;
+      run(phase, phase == kPieces ? chunk : begin, chains, cut, list, jobs, to_slot);
       if (phase == kPieces && !count_in(cuts, used, place)) return;
     }
   }
@@ -168,7 +166,7 @@ class Merger {
   static constexpr int kItemRows = 32 / kRowLanes;
   static constexpr int kItems = (kRows + kItemRows - 1) / kItemRows;
 
-  // The jobs of one phase.
+  // The jobs of one phase. A sum that is not the last goes to a slot of `chunk`.
   __device__ __forceinline__ void run(int phase, int32_t chunk, const Chains& chains, const CutRequest& cut,
                                       Partials list, int jobs, bool to_slot) {
     const int lane = threadIdx.x & 31;
@@ -176,23 +174,28 @@ class Merger {
     for (int item = warp_; item < jobs * kItems; item += warps_) {
       const int wanted_row = item % kItems * kItemRows + lane / kRowLanes, row = min(wanted_row, kRows - 1);
       const int sub = row / kUnitHeads, head = row % kUnitHeads, row_lane = lane % kRowLanes;
-      int32_t request = cut.request, unit = cut.unit, slot_chunk = list.first;
-      int slot = to_slot ? slot_chunk == cut.first_chunk : -1;
+      int32_t request = cut.request, unit = cut.unit;
+      int slot = to_slot ? chunk == cut.first_chunk : -1;
       if (phase == kPieces) {
         const int chain = item / kItems;
         const uint32_t members = chains.members(chain);
         const int leader = __ffs(members) - 1, last = 31 - __clz(members);
-        list = {true, leader / 2, 1, __popc(members), last % 2 == 0, -1};
+        const bool ends_early = last % 2 == 0;
+        list.first = piece_slot<kHeads>(p_, shared_, leader / 2 * kHeads, 1);
+        list.step = kHeads * kPartialFloats;
+        list.first_shift = 0;
+        list.count = __popc(members) - (ends_early ? 1 : 0);
+        list.early = ends_early ? piece_slot<kHeads>(p_, shared_, last / 2 * kHeads, 0) : nullptr;
+        list.remote = false;
         request = shared_.cut_pieces[leader / 2][leader % 2].request;
         unit = shared_.cut_pieces[leader / 2][leader % 2].unit;
-        slot_chunk = chunk;
         slot = chain == 0 && chains.starts_before ? 0 : chain == jobs - 1 && chains.ends_after ? 1 : -1;
       }
       const int32_t offset = sub * kPartialFloats + head * kPartialStride;
-      const Merged sum = sum_partials<kHeads>(p_, shared_, list, offset, row_lane);
+      const Merged sum = sum_partials(list, offset, row_lane);
       if (slot >= 0) {
         __syncwarp();  // all lanes have read the row that the sum may replace
-        if (row == wanted_row) sum.store(chunk_slot(p_, slot_chunk, slot, kHeads) + offset, row_lane);
+        if (row == wanted_row) sum.store(chunk_slot(p_, chunk, slot, kHeads) + offset, row_lane);
         continue;
       }
       const UnitHeads heads(unit, kHeads, sub);

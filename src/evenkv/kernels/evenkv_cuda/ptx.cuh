@@ -14,14 +14,19 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes, global to shared; bytes past `valid` are zero-filled and never read from global memory. K and V
-// are read once: they leave L2 first, page ids, queries and partials stay.
+// 16 bytes, global to shared; bytes past `valid` are zero-filled and never read from global memory. Read once
+// (K and V): they leave L2 first, and page ids, queries and partials stay.
+template <bool kOnce>
 __device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, uint32_t valid) {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
-               "r"(valid), "l"(policy)
-               : "memory");
+  if constexpr (kOnce) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
+                 "r"(valid), "l"(policy)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid) : "memory");
+  }
 }
 // 4 bytes, likewise.
 __device__ __forceinline__ void copy_async_4(uint32_t dst, const void* src, uint32_t valid) {

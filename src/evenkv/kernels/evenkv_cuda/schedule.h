@@ -142,4 +142,11 @@ EVENKV_HOST_DEVICE int32_t chunk_of(const Schedule& s, int64_t position) {
   }
 }
 
+// Chunks of a batch whose chunks begin at its requests: request r's first one has the number (first_slot(r)
+// >> shift)
+// + r, which leaves each request enough of them without a scan over lengths. Some are empty.
+EVENKV_HOST_DEVICE int64_t request_chunks(int64_t unit_slots, int32_t batch, int32_t shift) {
+  return (unit_slots >> shift) + batch;
+}
+
 }  // namespace evenkv

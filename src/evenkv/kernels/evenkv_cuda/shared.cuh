@@ -11,7 +11,8 @@ constexpr int kTicket = 0, kLeft = 1, kArrivals = 2;
 
 // A chunk of the block, by its place in the block's sequence. Written by the planning warp.
 struct Plan {
-  int32_t chunk;       // num_chunks or more: the sequence is over
+  int32_t chunk;  // num_chunks or more: the sequence is over
+  ChunkRange range;
   CutRequest cuts[2];  // the request that reaches into the chunk, and the one that reaches out of it
 };
 // A plan is read until its chunk's pieces are; streams are at most two chunks ahead of that.
@@ -27,6 +28,7 @@ struct SharedMemory {
   Plan plans[kPlans];
   Schedule schedule;
   int32_t unit_slots;                     // slots of one unit
+  int32_t unit_chunks, chunk_shift;       // chunks that begin at requests: of one unit, and their size
   bool arrived_last[2], groups_complete;  // of the cut requests
   int32_t wanted;                         // places whose chunks the streams will ask for soon
   int32_t drawn;                          // places whose chunk is known

@@ -56,15 +56,22 @@ class Producer {
   __device__ __forceinline__ int32_t produced() const { return produced_; }
 
  private:
+  // The block's next chunk, which the planning warp drew.
   __device__ __forceinline__ void enter_chunk() {
-    const int32_t chunk = next_chunk();
-    if (chunk >= shared_.schedule.num_chunks) {
+    const int32_t place = chunks_begun_;
+    const bool more = place == 0 || hands_out_tickets(shared_.schedule);
+    if (more) {
+      while (read_shared(&shared_.drawn) <= place) {
+      }
+    }
+    const Plan& plan = shared_.plans[place % kPlans];
+    if (!more || read_shared(&plan.chunk) >= shared_.schedule.num_chunks) {
       at_end_ = true;
       return;
     }
     constexpr int kBlockParts = kWarps / kHeads;
     const int part = threadIdx.x / 32 / kHeads;
-    const ChunkRange range = chunk_range(shared_.schedule, chunk);
+    const ChunkRange range = {read_shared(&plan.range.begin), read_shared(&plan.range.end)};
     const int32_t part_slots = slots_of_part(range, kBlockParts);
     const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
     const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
@@ -75,15 +82,6 @@ class Producer {
     more_tiles_ = false;
     announced_ = false;
     ++chunks_begun_;
-  }
-
-  // The block's next chunk, which the planning warp drew.
-  __device__ __forceinline__ int32_t next_chunk() const {
-    if (chunks_begun_ == 0) return blockIdx.x;
-    if (!hands_out_tickets(shared_.schedule)) return shared_.schedule.num_chunks;
-    while (read_shared(&shared_.drawn) <= chunks_begun_) {
-    }
-    return read_shared(&shared_.plans[chunks_begun_ % kPlans].chunk);
   }
 
   const DecodeParams& p_;
