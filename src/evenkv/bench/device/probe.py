@@ -25,6 +25,7 @@ _PARTS = "evenkv.bench.device.probe_parts:Parts"
 _SECONDS = 300.0  # of one step: builds of peers take minutes where no cache has them
 _LENGTHS = (1, 300, 1000)
 _CALLS = 20
+_COMPANY = 3
 
 
 @dataclass
@@ -82,6 +83,7 @@ def probe(
         _probe_parts(report, make, index)
         if report.step(f"owner's process with {timer}", lambda: _facts(keeper)):
             _probe_keeper(report, keeper)
+            _probe_company(report, make, keeper, index)
             for dtype in dtypes:
                 _probe_family(report, make, keeper, implementations, dtype, timer, index, with_builds)
     finally:
@@ -140,17 +142,32 @@ def _probe_keeper(report: _Report, keeper: Any) -> None:
             raise ValueError(fault)
         return "work on another stream is caught"
 
-    def walls() -> str:
-        ours, events, wall = keeper.call("probe_walls", num_bytes=1 << 30, count=10)
-        return f"timer {ours:.1f} us, events {events:.1f} us, wall {wall:.1f} us"
-
     report.step("empty kernel, cold", lambda: median("probe_empty", count=50))
     for cold in (True, False):
         what = "reading 32 MiB, " + ("cold" if cold else "warm")
         report.step(what, lambda cold=cold: median("probe_read", num_bytes=32 << 20, count=50, cold=cold))
-    report.step("copy of 1 GiB", walls)
+    report.step("copy of 1 GiB", lambda: _walls(keeper))
     report.step("copy peak", lambda: f"{keeper.call('copy_peak'):.0f} GB/s")
+    report.step("copy of 1 GiB after it", lambda: _walls(keeper))
     report.step("hidden work", hidden)
+
+
+def _walls(keeper: Any) -> str:
+    ours, events, wall = keeper.call("probe_walls", num_bytes=1 << 30, count=10)
+    return f"timer {ours:.1f} us, events {events:.1f} us, wall {wall:.1f} us"
+
+
+def _probe_company(report: _Report, make: MakeWorker, keeper: Any, index: int) -> None:
+    """The implementations' processes have contexts on the GPU too: idle, they must cost nothing."""
+    others = [make(f"idle {number}", _PARTS, {"index": index}) for number in range(_COMPANY)]
+    try:
+        for other in others:
+            other.call("clocks")
+        report.step(f"copy of 1 GiB beside {_COMPANY} idle processes", lambda: _walls(keeper))
+        report.step(f"copy peak beside {_COMPANY}", lambda: f"{keeper.call('copy_peak'):.0f} GB/s")
+    finally:
+        for other in others:
+            other.end()
 
 
 def _probe_family(
