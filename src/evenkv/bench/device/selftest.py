@@ -81,9 +81,9 @@ def faults_of(probes: Probes, timer: str, peak_gbps: float | None) -> list[str]:
         )
     if probes.copy_wall_us < _WALL_SHORT * probes.copy_us:
         faults.append(
-            f"a copy takes {probes.copy_us:.1f} us by {timer}, but {probes.copy_wall_us:.1f} us by the clock, "
-            f"{probes.copy_events_us:.1f} us by events (behind the flush, as by {timer}) and "
-            f"{2 * _WALL_BYTES / probes.copy_gbps / 1e3:.1f} us at the copy peak"
+            f"a copy takes {probes.copy_us:.1f} us by {timer}, but {probes.copy_wall_us:.1f} us by the clock "
+            f"({probes.copy_events_us:.1f} us by events (behind the flush, as by {timer}) and "
+            f"{2 * _WALL_BYTES / probes.copy_gbps / 1e3:.1f} us at the copy peak)"
         )
     if probes.hidden is not None:
         faults.append(probes.hidden)
