@@ -227,9 +227,11 @@ def _versions(traces: Sequence[Trace]) -> str:
     """Every version that occurs, so that mixed traces show as such."""
     named = []
     for key, label in _VERSIONS:
-        values = sorted({trace.evaluation.environment.libs.get(key, "not recorded") for trace in traces})
-        if values != ["not recorded"]:
-            named.append(f"{label} {' and '.join(values)}")
+        recorded = [trace.evaluation.environment.libs.get(key) for trace in traces]
+        values = sorted({value for value in recorded if value})
+        if values:
+            part = "" if all(recorded) else " (in the runs that had it)"
+            named.append(f"{label} {' and '.join(values)}{part}")
     return ", ".join(named)
 
 
