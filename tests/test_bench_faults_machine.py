@@ -172,6 +172,25 @@ def test_b9_a_failed_self_test_is_not_remembered_as_the_copy_speed(tmp_path: Pat
     assert memory.last() is None
 
 
+def test_b9_a_disturbed_gpu_is_probed_again_and_a_broken_timer_stays_broken(tmp_path: Path) -> None:
+    memory = CopyMemory(tmp_path / "copy-peak.json", "GPU-0 cupti")
+    answers = {"probe_empty": [2.5], "probe_read": [10.0], "probe_hidden": None}
+    walls = [(555.0, 556.0, 520.0), (500.0, 503.0, 512.0)]
+    taken = []
+
+    def call(command: str, **_: Any) -> Any:
+        if command != "probe_walls":
+            return answers[command]
+        taken.append(command)
+        return walls[min(len(taken), len(walls)) - 1]
+
+    assert self_test(call, 4250.0, "cupti", 4800.0, memory) == []
+    assert len(taken) == 2
+    walls[1] = walls[0]
+    (fault,) = self_test(call, 4250.0, "cupti", 4800.0, memory)
+    assert "555.0 us by cupti, but 520.0 us by the clock (556.0 us by events" in fault
+
+
 def test_b9_every_cold_call_is_flushed_before_and_the_flush_is_not_counted() -> None:
     gpus: list[SimulatedGpu] = []
 

@@ -112,7 +112,7 @@ def self_test(
 ) -> list[str]:
     """Probe and judge, again when something is wrong; remembers the copy's speed when all is well.
 
-    A GPU that is disturbed for a second passes at the next attempt, a timer or flush that is broken never does.
+    A GPU that is disturbed for a second passes at the next attempt; a broken timer or flush never does.
     """
     faults: list[str] = []
     for _ in range(_ATTEMPTS):
