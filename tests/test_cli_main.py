@@ -80,3 +80,9 @@ def test_doctor_says_when_nothing_can_run(monkeypatch):
 def test_json_has_no_nan(capsys):
     output.print_json({"a": float("nan"), "b": [float("inf"), 1.5]})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.5]}
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """Importing it takes seconds."""
+    check = "import sys, evenkv.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from evenkv.cli.output import print_json
-from evenkv.pack.write import drift as solutions_drift
-from evenkv.pack.write import write_solutions
 from evenkv.paths import Repository, find_repository
 from evenkv.spec import generate
+
+# What needs torch is imported where it is used: it takes seconds, and `--help` does not need it.
 
 
 class Part(str, Enum):
@@ -38,6 +38,8 @@ def pack(
 
 
 def _check(repo: Repository, parts: list[Part], as_json: bool) -> None:
+    from evenkv.pack.write import drift as solutions_drift
+
     find = {Part.definitions: generate.drift, Part.solutions: solutions_drift}
     lines = {part.value: list(find[part](repo)) for part in parts}
     count = sum(map(len, lines.values()))
@@ -59,6 +61,8 @@ def _check(repo: Repository, parts: list[Part], as_json: bool) -> None:
 
 
 def _write(repo: Repository, parts: list[Part], as_json: bool) -> None:
+    from evenkv.pack.write import write_solutions
+
     report: dict[str, dict[str, object]] = {}
     if Part.definitions in parts:
         written = [str(path) for path in generate.write_definitions(repo) or ()]

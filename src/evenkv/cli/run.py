@@ -6,15 +6,18 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evenkv.cli.output import print_json, progress_bar, stderr, stdout
 from evenkv.errors import EvenkvError
-from evenkv.evaluate.load import Case, kernel_of, load_package, select_cases
 from evenkv.paths import Repository, find_repository
 
+if TYPE_CHECKING:
+    from evenkv.evaluate.load import Case
+
+# What needs torch is imported where it is used: it takes seconds, and `--help` does not need it.
 Lengths = Mapping[tuple[str, str], Sequence[int]]
 
 # Of the time that is left of --minutes, what builds may take, and then what warm-ups may: the rest is for
@@ -47,6 +50,8 @@ def run(
 ) -> None:
     """Evaluate the package: on a GPU through flashinfer-bench, without one as far as a CPU can."""
     started = time.monotonic()
+    from evenkv.evaluate.load import load_package, select_cases
+
     repository = find_repository()
     with progress_bar() as show:
         show("reading the package", 0.0)
@@ -85,6 +90,7 @@ def _on_cpu(
     cases: Sequence[Case], lengths: Lengths, repository: Repository, budget_s: float | None, as_json: bool
 ) -> None:
     from evenkv.evaluate.cpu import evaluate_on_cpu
+    from evenkv.evaluate.load import kernel_of
     from evenkv.evaluate.table import compile_table, cpu_table
     from evenkv.pack.manifest import load_kernels
 

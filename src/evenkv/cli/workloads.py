@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evenkv.cli.output import print_json, progress_bar
 from evenkv.paths import Repository, find_repository
 from evenkv.spec.family import FAMILY
-from evenkv.workloads import synth as synthesis
-from evenkv.workloads.add import Added, add_workloads, known_definition, read_log
-from evenkv.workloads.fit import Lognormal
-from evenkv.workloads.generate import regenerate as restore
-from evenkv.workloads.importing import import_workloads
-from evenkv.workloads.simulate import Traffic
 
+if TYPE_CHECKING:
+    from evenkv.workloads.add import Added
+
+# What needs torch is imported where it is used: it takes seconds, and `--help` does not need it.
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -35,6 +33,9 @@ def import_(
     as_json: _Json = False,
 ) -> None:
     """Take the official workloads from a clone of the upstream data set, uuids and all."""
+    from evenkv.workloads.add import known_definition
+    from evenkv.workloads.importing import import_workloads
+
     specs = [known_definition(name) for name in definition] if definition else FAMILY
     with progress_bar() as show:
         results = import_workloads(_trace_set(out), path, specs, show)
@@ -70,6 +71,11 @@ def synth(
     as_json: _Json = False,
 ) -> None:
     """Draw decode steps from a simulated continuous-batching engine with the parameters that you state."""
+    from evenkv.workloads import synth as synthesis
+    from evenkv.workloads.add import add_workloads, known_definition
+    from evenkv.workloads.fit import Lognormal
+    from evenkv.workloads.simulate import Traffic
+
     spec = known_definition(definition)
     traffic = Traffic(
         Lognormal(prompt_median, prompt_sigma),
@@ -106,6 +112,8 @@ def capture(
     as_json: _Json = False,
 ) -> None:
     """Make workloads of the per-step request lengths that a serving engine logged."""
+    from evenkv.workloads.add import add_workloads, known_definition, read_log
+
     spec = known_definition(definition)
     _report([add_workloads(_trace_set(out), spec, read_log(log, spec, every=every, seed=seed))], as_json)
 
@@ -118,6 +126,8 @@ def regenerate(
     as_json: _Json = False,
 ) -> None:
     """Bring the committed workloads back to what their seeds give; added ones stay."""
+    from evenkv.workloads.generate import regenerate as restore
+
     repo = find_repository()
     with progress_bar() as show:
         changed = restore(repo, check=check, progress=_counted(show, len(FAMILY)))
