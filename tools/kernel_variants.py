@@ -43,6 +43,7 @@ VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "rounds 15/16": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _FIFTEEN_SIXTEENTHS)],
     "rounds coarse": [_schedule(1024, 512)],
     "whole requests": [("kernel.cuh", _MAKE, _WHOLE_REQUESTS)],
+    "sums of 16": [("merging_warps.cuh", "kBatch = kQuads > 1 ? 4 : 8;", "kBatch = kQuads > 1 ? 4 : 16;")],
     "pairs from 1M": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = 1 << 20")],
     "pairs from 256k": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = 1 << 18")],
     "batch invariant": [
