@@ -30,6 +30,7 @@ import torch
 from flashinfer_bench.data import Solution
 
 sys.path.insert(0, str(Path(__file__).parent))
+import kernel_edits
 import kernel_stamps
 import kernel_trace
 import kernel_variants
@@ -87,7 +88,7 @@ def _captured_lengths() -> tuple[int, ...]:
 STAMPED, TRACED = ", stamped", ", traced"
 
 
-def edits_of(variant: str) -> list[tuple[str, str, str]]:
+def edits_of(variant: str) -> list[kernel_edits.Edit]:
     """A variant's edits; its name may end in the name of an instrument."""
     for suffix, instrument in ((STAMPED, kernel_stamps.STAMPS), (TRACED, kernel_trace.TRACE)):
         if variant.endswith(suffix):
@@ -241,7 +242,7 @@ def show_noted(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) 
     """Prints what the blocks of a launch noted: see kernel_stamps.py and kernel_trace.py."""
     for case in cases:
         arguments = draw(case)
-        printing = [*arguments[:-3], kernel_stamps.PRINT, *arguments[-2:]]
+        printing = [*arguments[:-3], kernel_edits.PRINT, *arguments[-2:]]
         for variant in variants:
             tool = kernel_stamps if variant.endswith(STAMPED) else kernel_trace
             call = build_solution(variant_solution(variant, case.spec))

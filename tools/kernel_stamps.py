@@ -1,7 +1,6 @@
 """Edits of the authored sources that make every block write down when it reached each stage.
 
-The clock is the GPU's global timer, the same on all SMs. A launch whose sm_scale is PRINT only prints what
-the launch before it noted, a line a block:
+The clock is the GPU's global timer, the same on all SMs. What a launch noted is printed a line a block,
 `stamp BLOCK NAME=nanoseconds ...`, which `summarise` turns into a table.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 
-Edit = tuple[str, str, str]
+from kernel_edits import Edit, after, instrument
 
 _STREAM = "streaming_warps.cuh"
 _MERGE = "merging_warps.cuh"
@@ -28,8 +27,6 @@ STAGES = (
     "exit",
 )
 _SLOTS = {name: i for i, name in enumerate(STAGES)}
-_WIDTH = 16
-PRINT = 12345.0
 
 
 def _now(stage: str) -> str:
@@ -39,7 +36,7 @@ def _now(stage: str) -> str:
 _FORMAT = " ".join(f"{name}=%llu" for name in STAGES)
 _VALUES = ", ".join(f"row[{i}]" for i in range(len(STAGES)))
 _HELPERS = f"""
-__device__ unsigned long long block_stages[1024][{_WIDTH}];
+__device__ unsigned long long block_stages[1024][{len(STAGES)}];
 __device__ __forceinline__ unsigned long long global_time() {{
   unsigned long long t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -57,59 +54,44 @@ __device__ __forceinline__ void print_stages() {{
   if (row[0] != 0) {{
     printf("stamp %d {_FORMAT}\\n", {_BLOCK}, {_VALUES});
   }}
-  for (int i = 0; i < {_WIDTH}; ++i) row[i] = 0;
+  for (int i = 0; i < {len(STAGES)}; ++i) row[i] = 0;
   row[{_SLOTS["first_end"]}] = ~0ull;
 }}
 """
 
 STAMPS: list[Edit] = [
-    ("kernel.cu", "#include <map>", "#include <cstdio>\n#include <map>"),
-    ("ptx.cuh", "// Named barriers of a block: some", _HELPERS + "\n// Named barriers of a block: some"),
-    (
-        "kernel.cuh",
-        "  const int warp = threadIdx.x / 32;\n",
-        f"  if (p.sm_scale == {PRINT}f) {{\n    if (threadIdx.x == 0) print_stages();\n    return;\n  }}\n"
-        f"  if (threadIdx.x == 0) {_now('entry')}\n"
-        "  const int warp = threadIdx.x / 32;\n",
-    ),
-    (
-        "kernel.cuh",
-        "  __syncthreads();\n",
-        f"  __syncthreads();\n  if (threadIdx.x == 0) {_now('schedule')}\n",
-    ),
-    (
+    *instrument(_HELPERS, "if (threadIdx.x == 0) print_stages();", f"if (threadIdx.x == 0) {_now('entry')}"),
+    after("kernel.cuh", "  __syncthreads();\n", f"  if (threadIdx.x == 0) {_now('schedule')}"),
+    after(
         "kernel.cuh",
         "  merge_chunks(p, shared, schedule, place);\n",
-        f"  merge_chunks(p, shared, schedule, place);\n  if (threadIdx.x == kStreamThreads) {_now('exit')}\n",
+        f"  if (threadIdx.x == kStreamThreads) {_now('exit')}",
     ),
-    (
+    after(
         _STREAM,
         "    if (consumed < 0) continue;\n",
-        f"    if (consumed < 0) continue;\n    if (consumed == 0 && threadIdx.x == 0) {_now('primed')}\n",
+        f"    if (consumed == 0 && threadIdx.x == 0) {_now('primed')}",
     ),
-    (
+    after(
         _STREAM,
         "      __syncwarp();  // all lanes' copies of the tile arrived\n",
-        "      __syncwarp();  // all lanes' copies of the tile arrived\n"
-        f"      if (consumed == 0 && threadIdx.x == 0) {_now('arrived')}\n",
+        f"      if (consumed == 0 && threadIdx.x == 0) {_now('arrived')}",
     ),
-    (
+    after(
         _STREAM,
-        "  copy_async_wait<0>();\n  return",
-        f"  copy_async_wait<0>();\n  if (lane == 0) {{\n    note_first({_SLOTS['first_end']});\n"
-        f"    note_last({_SLOTS['last_end']});\n  }}\n  return",
+        "  copy_async_wait<0>();\n",
+        f"  if (lane == 0) {{\n    note_first({_SLOTS['first_end']});\n"
+        f"    note_last({_SLOTS['last_end']});\n  }}",
     ),
-    (
+    after(
         _MERGE,
         "      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n",
-        "      barrier_wait(kPiecesReady, kStreamThreads + kMergeThreads);\n"
-        f"      if (threadIdx.x == kStreamThreads) {_now('pieces')}\n",
+        f"      if (threadIdx.x == kStreamThreads) {_now('pieces')}",
     ),
-    (
+    after(
         _MERGE,
         "    if (thread == 0) publish_shared(&shared_.chunks_read, place + 1);\n",
-        "    if (thread == 0) publish_shared(&shared_.chunks_read, place + 1);\n"
-        f"    if (thread == 0) {_now('merged')}\n",
+        f"    if (thread == 0) {_now('merged')}",
     ),
 ]
 

@@ -1,14 +1,14 @@
 """Edits of the authored sources that make the warps of one block note the SM's clock at each step.
 
-A launch whose sm_scale is PRINT only prints what the launch before it noted, a line an event:
-`trace WARP EVENT CLOCK`. `summarise` lists each warp's events with the cycles since the event before.
+What a launch noted is printed a line an event, `trace WARP EVENT CLOCK`. `summarise` lists each warp's events
+with the cycles since the event before.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from kernel_stamps import PRINT, Edit
+from kernel_edits import Edit, after, before, instrument
 
 _STREAM, _MERGE, _PLAN = "streaming_warps.cuh", "merging_warps.cuh", "planning_warp.cuh"
 _MOST = 400
@@ -48,22 +48,15 @@ __device__ __forceinline__ void print_events() {{
 
 
 def _after(file: str, text: str, name: str) -> Edit:
-    return (file, text, f"{text}{_note(name)}\n")
+    return after(file, text, _note(name))
 
 
 def _before(file: str, text: str, name: str) -> Edit:
-    return (file, text, f"{_note(name)}\n{text}")
+    return before(file, text, _note(name))
 
 
 TRACE: list[Edit] = [
-    ("kernel.cu", "#include <map>", "#include <cstdio>\n#include <map>"),
-    ("ptx.cuh", "// Named barriers of a block: some", _HELPERS + "\n// Named barriers of a block: some"),
-    (
-        "kernel.cuh",
-        "  const Schedule& schedule = shared.schedule;\n",
-        f"  if (p.sm_scale == {PRINT}f) {{\n    print_events();\n    return;\n  }}\n  {_note('entry')}\n"
-        "  const Schedule& schedule = shared.schedule;\n",
-    ),
+    *instrument(_HELPERS, "print_events();", _note("entry")),
     _before("kernel.cuh", "  __syncthreads();\n", "ready"),
     _after("kernel.cuh", "  __syncthreads();\n", "scheduled"),
     _after(_STREAM, "    producer.produce(chunks_done);\n", "produce"),

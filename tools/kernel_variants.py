@@ -1,9 +1,13 @@
 """What tools/kernel_lab.py compares: edits of the authored sources. "base" is the source as it is."""
 
+from __future__ import annotations
+
+from kernel_edits import Edit
+
 _TUNING = "constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 16384, 512};"
 
 
-def _schedule(single_round_slots: int, tail_chunk: int) -> tuple[str, str, str]:
+def _schedule(single_round_slots: int, tail_chunk: int) -> Edit:
     changed = _TUNING.replace("16384, 512", f"{single_round_slots}, {tail_chunk}")
     return ("tuning.cuh", _TUNING, changed)
 
@@ -36,7 +40,7 @@ _WHOLE_REQUESTS = (
 """
 )
 
-VARIANTS: dict[str, list[tuple[str, str, str]]] = {
+VARIANTS: dict[str, list[Edit]] = {
     "base": [],
     "rounds": _ROUNDS,
     "rounds 7/8": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
