@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -33,6 +34,25 @@ def test_an_edit_that_misses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(kernel_variants.VARIANTS, "stale", [("tuning.cuh", "no such text", "")])
     with pytest.raises(SystemExit, match=r"stale: tuning\.cuh does not hold 'no such text'"):
         kernel_lab.variant_solution("stale", parse_name(SEED_DEFINITION))
+
+
+def test_a_variant_of_a_kernel_folder_elsewhere(tmp_path: Path) -> None:
+    spec = parse_name(SEED_DEFINITION)
+    authored = kernel_lab.find_kernel(kernel_lab.Repository(Path()), "evenkv_cuda").folder
+    shutil.copytree(authored, tmp_path / "evenkv_cuda")
+    tuning = tmp_path / "evenkv_cuda" / "tuning.cuh"
+    tuning.write_text(tuning.read_text() + "// elsewhere\n")
+    solution = kernel_lab.variant_solution(f"base@{tmp_path}{kernel_lab.STAMPED}", spec)
+    (source,) = (s.content for s in solution.sources if s.path == "tuning.cuh")
+    assert source.endswith("// elsewhere\n")
+
+
+def test_cases_by_part_and_spelled_out() -> None:
+    assert kernel_lab.choose_cases([]) == kernel_lab.lab_cases()
+    names = [case.name for case in kernel_lab.choose_cases(["91 tokens", "b3 L77 kv4 fp8"])]
+    assert names == ["91 tokens h5", "b3 L77 kv4 fp8"]
+    with pytest.raises(ValueError, match="case '92 tokens': wanted one of the list"):
+        kernel_lab.choose_cases(["92 tokens"])
 
 
 def test_cases_are_distinct_and_the_captured_step_is_whole() -> None:

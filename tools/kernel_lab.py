@@ -11,6 +11,9 @@ READING a buffer before each (a flush that writes leaves dirty lines, whose writ
     python tools/kernel_lab.py --variants base,rounds --cases "b32 L4096"
     python tools/kernel_lab.py --trace --variants rounds --cases "b32 L4096"    one block, step by step
     python tools/kernel_lab.py --stamps --cases "b32 L4096"   when the blocks reached each stage
+
+"base@FOLDER" is the variant of FOLDER/evenkv_cuda instead (the sources with a patch of docs/plans, say). A case
+that is spelled out, like "b16 L2048 kv8 fp8", need not be in the list.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -37,7 +41,7 @@ import kernel_variants
 
 from evenkv.library.build import build_solution
 from evenkv.numerics.bytes import kv_bytes
-from evenkv.pack.manifest import find_kernel
+from evenkv.pack.manifest import find_kernel, load_kernel
 from evenkv.pack.render import pack_solution
 from evenkv.paths import Repository
 from evenkv.spec.family import DecodeSpec
@@ -52,10 +56,31 @@ class LabCase:
     lengths: tuple[int, ...]
 
 
+KV_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+
+
+def uniform_case(name: str) -> LabCase:
+    """The case that "b8 L1024 kv8 bf16" spells: 32 query heads, page_size 16. Else ValueError."""
+    match = re.fullmatch(r"b(\d+) L(\d+) kv(\d+) (bf16|fp8)", name)
+    if match is None:
+        raise ValueError(f"case {name!r}: wanted one of the list or, say, 'b8 L1024 kv8 bf16'")
+    batch, context, kv = (int(number) for number in match.groups()[:3])
+    return LabCase(name, DecodeSpec(32, kv, 128, 16, KV_DTYPES[match[4]]), (context,) * batch)
+
+
+def choose_cases(parts: list[str]) -> list[LabCase]:
+    """Cases whose names hold a part, and those that are spelled out; all when nothing is asked."""
+    chosen: dict[str, LabCase] = {}
+    for part in parts:
+        hits = [case for case in lab_cases() if part in case.name] or [uniform_case(part)]
+        chosen |= {case.name: case for case in hits}
+    return list(chosen.values()) or lab_cases()
+
+
 def lab_cases() -> list[LabCase]:
     """Where versions differ: tiny, small, mid-size, large, one long request among short ones."""
     cases = []
-    for kv_dtype, label in (("bfloat16", "bf16"), ("float8_e4m3fn", "fp8")):
+    for label, kv_dtype in KV_DTYPES.items():
         for batch, context, kv in (
             (1, 1024, 8),
             (8, 1024, 8),
@@ -65,8 +90,7 @@ def lab_cases() -> list[LabCase]:
             (128, 2048, 8),
             (256, 8192, 8),
         ):
-            spec = DecodeSpec(32, kv, 128, 16, kv_dtype)
-            cases.append(LabCase(f"b{batch} L{context} kv{kv} {label}", spec, (context,) * batch))
+            cases.append(uniform_case(f"b{batch} L{context} kv{kv} {label}"))
         skewed = (131072, *[1024] * 63)
         cases.append(LabCase(f"128k+63x1k kv8 {label}", DecodeSpec(32, 8, 128, 16, kv_dtype), skewed))
     scout = DecodeSpec(5, 1, 128, 1)
@@ -86,10 +110,12 @@ def _captured_lengths() -> tuple[int, ...]:
 
 
 STAMPED, TRACED = ", stamped", ", traced"
+_FOLDER = re.compile(r"@([^,]+)")
 
 
 def edits_of(variant: str) -> list[kernel_edits.Edit]:
-    """A variant's edits; its name may end in the name of an instrument."""
+    """A variant's edits; its name may end in a folder and in the name of an instrument."""
+    variant = _FOLDER.sub("", variant)
     for suffix, instrument in ((STAMPED, kernel_stamps.STAMPS), (TRACED, kernel_trace.TRACE)):
         if variant.endswith(suffix):
             return [*kernel_variants.VARIANTS[variant.removesuffix(suffix)], *instrument]
@@ -98,9 +124,15 @@ def edits_of(variant: str) -> list[kernel_edits.Edit]:
 
 def variant_solution(variant: str, spec: DecodeSpec) -> Solution:
     """The packed solution with the variant's edits. An edit that hits nothing is an error."""
-    solution = pack_solution(find_kernel(Repository(Path()), "evenkv_cuda"), spec)
+    folder = _FOLDER.search(variant)
+    kernel = (
+        load_kernel(Path(folder[1]) / "evenkv_cuda")
+        if folder
+        else find_kernel(Repository(Path()), "evenkv_cuda")
+    )
+    solution = pack_solution(kernel, spec)
     fields = solution.model_dump(mode="json")
-    fields["name"] += f"_{variant}"
+    fields["name"] += "_" + variant.replace("/", "_")
     for file, text, replacement in edits_of(variant):
         (source,) = (s for s in fields["sources"] if s["path"] == file)
         if text not in source["content"]:
@@ -258,7 +290,9 @@ def show_noted(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variants", default=",".join(kernel_variants.VARIANTS))
-    parser.add_argument("--cases", default="", help="comma-separated parts of case names; empty: all")
+    parser.add_argument(
+        "--cases", default="", help="parts of case names or cases spelled out, comma-separated"
+    )
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--warm", action="store_true", help="no flush of L2 between replays")
     parser.add_argument("--stamps", action="store_true")
@@ -266,7 +300,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("kernel_lab: wanted a CUDA GPU, found none.")
     parts = [part for part in chosen.cases.split(",") if part]
-    cases = [case for case in lab_cases() if not parts or any(part in case.name for part in parts)]
+    cases = choose_cases(parts)
     buffer = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
     variants = chosen.variants.split(",")
     suffix = STAMPED if chosen.stamps else TRACED if chosen.trace else ""
