@@ -12,7 +12,7 @@ READING a buffer before each (a flush that writes leaves dirty lines, whose writ
     python tools/kernel_lab.py --trace --variants rounds --cases "b32 L4096"    one block, step by step
     python tools/kernel_lab.py --stamps --cases "b32 L4096"   when the blocks reached each stage
 
-"base@FOLDER" is the variant of FOLDER/evenkv_cuda instead (the sources with a patch of docs/plans, say). A case
+"base@FOLDER" is the variant of FOLDER/evenkv_cuda (sources with a patch of docs/plans, say). A case
 that is spelled out, like "b16 L2048 kv8 fp8", need not be in the list.
 """
 
@@ -132,7 +132,7 @@ def variant_solution(variant: str, spec: DecodeSpec) -> Solution:
     )
     solution = pack_solution(kernel, spec)
     fields = solution.model_dump(mode="json")
-    fields["name"] += "_" + variant.replace("/", "_")
+    fields["name"] += f"_{variant}"
     for file, text, replacement in edits_of(variant):
         (source,) = (s for s in fields["sources"] if s["path"] == file)
         if text not in source["content"]:
