@@ -161,10 +161,12 @@ def test_report_renders_and_measures_nothing(tmp_path, monkeypatch):
     (tmp_path / "definitions" / "gqa_paged").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "results.md").write_text("<!-- roofline:begin -->\n<!-- roofline:end -->\n")
+    (tmp_path / "docs" / "kernel.md").write_text("<!-- regimes:begin -->\n<!-- regimes:end -->\n")
     monkeypatch.setenv("EVENKV_ROOT", str(tmp_path))
     answer = bench("--report", "--json")
     assert answer.exit_code == 0
-    assert json.loads(answer.stdout)["files"] == [str(tmp_path / "docs" / "results.md")]
+    files = [str(tmp_path / "docs" / name) for name in ("kernel.md", "results.md")]
+    assert json.loads(answer.stdout)["files"] == files
     assert "not measured yet" in (tmp_path / "docs" / "results.md").read_text()
 
 

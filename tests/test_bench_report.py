@@ -23,6 +23,8 @@ def repository(tmp_path):
     (tmp_path / "docs" / "results.md").write_text(
         f"# Results\n\n{markdown.BEGIN}\n{markdown.END}\n\nThe end.\n"
     )
+    begin, end = markdown.REGIMES
+    (tmp_path / "docs" / "kernel.md").write_text(f"# Kernel\n\n{begin}\n{end}\n\nThe end.\n")
     return Repository(tmp_path)
 
 
@@ -40,6 +42,9 @@ def test_gpus_without_rows_are_not_measured_yet(repository):
     for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GB200"):
         assert f"## {gpu}\n\n{gpu}: not measured yet" in text
     assert text.endswith(f"{markdown.END}\n\nThe end.\n")
+    begin, end = markdown.REGIMES
+    kernel = markdown.kernel_page(repository).read_text()
+    assert f"{begin}\nNVIDIA H200: not measured yet.\n{end}\n\nThe end.\n" in kernel
 
 
 def test_a_page_from_rows(repository, tmp_path):
@@ -55,7 +60,13 @@ def test_a_page_from_rows(repository, tmp_path):
     assert "### Regimes of evenkv-cuda" in text and "standin:" not in text
     names = {path.name for path in written}
     plots = {f"nvidia-h200-{plot}" for plot in ("share-of-copy", "batch-context", "skew", "time")}
-    assert names == {f"{plot}.{suffix}" for plot in plots for suffix in ("png", "svg")} | {"results.md"}
+    assert names == {f"{plot}.{suffix}" for plot in plots for suffix in ("png", "svg")} | {
+        "results.md",
+        "kernel.md",
+    }
+    kernel = markdown.kernel_page(repository).read_text()
+    assert "13 cases, 78 rows" in kernel and "| skewed against uniform of the same bytes |" in kernel
+    assert kernel.count("### Regimes of evenkv-cuda") == 1 and "### Implementations" not in kernel
     for plot in plots:
         assert f"](plots/{plot}.png)" in text
         assert (repository.root / "docs/plots" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
@@ -70,7 +81,7 @@ def test_the_same_rows_give_the_same_files(repository, monkeypatch):
     append_rows(path, [row(case(), "fa3", 200.0), row(case(1, 1024), "fa3", 20.0)])
     before = {path: path.read_bytes() for path in write_report(repository, silent)}
     assert {path: path.read_bytes() for path in write_report(repository, silent)} == before
-    assert len(before) == 3
+    assert len(before) == 4
 
 
 def test_plots_that_rows_do_not_allow_are_not_drawn(repository):
@@ -78,7 +89,14 @@ def test_plots_that_rows_do_not_allow_are_not_drawn(repository):
     path = markdown.rows_folder(repository) / "nvidia-h200.jsonl"
     append_rows(path, [row(case(3, 999), "fa3", 200.0)])
     drawn = {p.name.split("h200-")[-1] for p in write_report(repository, silent)}
-    assert drawn == {"share-of-copy.png", "share-of-copy.svg", "time.png", "time.svg", "results.md"}
+    assert drawn == {
+        "share-of-copy.png",
+        "share-of-copy.svg",
+        "time.png",
+        "time.svg",
+        "results.md",
+        "kernel.md",
+    }
 
 
 def test_unknown_gpus_follow_the_expected_ones(repository):
@@ -105,13 +123,15 @@ def test_the_committed_page_is_rendered_from_the_committed_rows():
     """Rows of a run in progress are no fault: those of the last commit may stand in the page instead."""
     repository = find_repository()
     text = markdown.results_page(repository).read_text(encoding="utf-8")
+    kernel = markdown.kernel_page(repository).read_text(encoding="utf-8")
 
     def renders(rows) -> bool:
         gpus = {group.gpu for group in groups_of(rows)}
-        return markdown.page_text(repository, rows, markdown.plot_names(repository, gpus)) == text
+        page = markdown.page_text(repository, rows, markdown.plot_names(repository, gpus))
+        return page == text and markdown.kernel_text(repository, rows) == kernel
 
     assert renders(markdown.committed_rows(repository)) or renders(_rows_of_head(repository)), (
-        "run `evenkv bench --report` and commit docs/results.md and docs/plots"
+        "run `evenkv bench --report` and commit docs/results.md, docs/kernel.md and docs/plots"
     )
 
 

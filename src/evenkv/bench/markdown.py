@@ -1,4 +1,5 @@
-"""docs/results.md from the rows: the block between its markers, and the plots beside it.
+"""docs/results.md from the rows: the block between its markers, and the plots beside it; and the table of
+regimes in docs/kernel.md.
 
 `evenkv bench --report` writes them; nothing is measured, and the same rows give the same text.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 from evenkv.bench.record import Row, gpu_file_name, load_rows
 from evenkv.bench.standin import GPU as STANDIN
 from evenkv.bench.summary import Group, groups_of
-from evenkv.bench.tables import all_tables, markdown_table
+from evenkv.bench.tables import all_tables, markdown_table, regimes_cells
 from evenkv.errors import EvenkvError
 from evenkv.evaluate.load import read_text
 from evenkv.files import replace_block
@@ -20,6 +21,7 @@ from evenkv.paths import Repository
 
 BEGIN = "<!-- roofline:begin -->"
 END = "<!-- roofline:end -->"
+REGIMES = ("<!-- regimes:begin -->", "<!-- regimes:end -->")
 # What the protocol is for; others follow once they have rows.
 EXPECTED_GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GB200")
 NOT_MEASURED = "not measured yet"
@@ -31,6 +33,10 @@ def rows_folder(repository: Repository) -> Path:
 
 def results_page(repository: Repository) -> Path:
     return repository.root / "docs" / "results.md"
+
+
+def kernel_page(repository: Repository) -> Path:
+    return repository.root / "docs" / "kernel.md"
 
 
 def plots_folder(repository: Repository) -> Path:
@@ -77,6 +83,20 @@ def page_text(repository: Repository, rows: Sequence[Row], plots: Mapping[str, S
     if not page.is_file():
         raise EvenkvError(f"{page}: no such file.", f"Restore it; the tables go between {BEGIN} and {END}.")
     return put_block(read_text(page), render_block(rows, plots))
+
+
+def render_regimes(rows: Iterable[Row]) -> str:
+    """The regimes on the GPU that the kernel was tuned on, timer by timer."""
+    gpu = EXPECTED_GPUS[0]
+    own = [group for group in groups_of(rows) if group.gpu == gpu]
+    parts = [part for group in own for part in (_caption(group), markdown_table(regimes_cells(group.cases)))]
+    return "\n\n".join(parts) or f"{gpu}: {NOT_MEASURED}."
+
+
+def kernel_text(repository: Repository, rows: Sequence[Row]) -> str:
+    """docs/kernel.md with its table of regimes rendered anew."""
+    text = read_text(kernel_page(repository))
+    return replace_block("docs/kernel.md", text, REGIMES, render_regimes(rows))
 
 
 def plot_names(repository: Repository, gpus: Iterable[str]) -> dict[str, list[str]]:

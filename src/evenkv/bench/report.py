@@ -1,4 +1,4 @@
-"""Writes docs/results.md and docs/plots from the committed rows: `evenkv bench --report`."""
+"""Writes docs/results.md, docs/plots and the table in docs/kernel.md: `evenkv bench --report`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from evenkv.paths import Repository
 
 
 def write_report(repository: Repository, progress: Callable[[str, float], None]) -> list[Path]:
-    """Render the plots of every GPU that has rows, then the page; nothing is measured.
+    """Render the plots of every GPU that has rows, then the pages; nothing is measured.
 
     Returns
     -------
     list of Path
-        The files written, the page last.
+        The files written, docs/results.md last.
     """
     rows = markdown.committed_rows(repository)
     largest = {}
@@ -32,6 +32,9 @@ def write_report(repository: Repository, progress: Callable[[str, float], None])
 
         progress(f"plots of {group.gpu}", number / len(largest))
         written += write_plots(group, markdown.plots_folder(repository))
+    kernel = markdown.kernel_page(repository)
+    write_atomic(kernel, markdown.kernel_text(repository, rows).encode())
+    written.append(kernel)
     page = markdown.results_page(repository)
     text = markdown.page_text(repository, rows, markdown.plot_names(repository, largest))
     write_atomic(page, text.encode())

@@ -80,7 +80,11 @@ def bench(
     device: Annotated[str, typer.Option(help="cuda, or standin: a model that measures nothing.")] = "cuda",
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases, measure nothing.")] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Render docs/results.md and docs/plots from the rows, no more.")
+        bool,
+        typer.Option(
+            "--report",
+            help="Render docs/results.md, docs/plots and a table of docs/kernel.md from the rows, no more.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
