@@ -111,7 +111,10 @@ def test_g_case(case: GCase) -> None:
         pytest.param(DecodeSpec(4, 2, 128, 16, "float16"), [140], None, id="fp16-cache"),
     ],
 )
-def test_geometry(spec: DecodeSpec, lengths: list[int], workers: int | None) -> None:
+def test_geometry(
+    monkeypatch: pytest.MonkeyPatch, spec: DecodeSpec, lengths: list[int], workers: int | None
+) -> None:
+    monkeypatch.setattr(launch, "EVEN_SLOTS", 1024)  # so that small problems take rounds, too
     assert faults(make_problem(spec, lengths, seed=3), workers) == []
 
 
@@ -119,6 +122,7 @@ def test_geometry(spec: DecodeSpec, lengths: list[int], workers: int | None) -> 
 def test_a_group_of_one_chunk_leaves_the_next_counter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk 2 ends one request (a group of its own), starts the next, and is computed last."""
     monkeypatch.setattr(launch, "FAN", 2)
+    monkeypatch.setattr(launch, "EVEN_SLOTS", 1024)
     spec = replace(BASE, num_qo_heads=1, num_kv_heads=1, page_size=1)
     # Three programs cut 3200 tokens in chunks of 544, then smaller ones: chunk 2 is tokens 1088 to 1631.
     problem = make_problem(spec, [1300, 1900])
@@ -169,16 +173,20 @@ def test_packed_solution_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 # The schedule is integers only: its functions run as plain Python once their jit wrappers are taken off.
-_PLAIN: dict[str, Any] = {n: getattr(schedule, n).value for n in ("UNIT", "EVEN_UNITS", "TAIL_PARTS")}
+_NUMBERS = ("UNIT", "FITTING_GROWTH", "TAIL_PARTS")
+_PLAIN: dict[str, Any] = {n: getattr(schedule, n).value for n in _NUMBERS}
 for _name in ("tail_size", "round_size", "follow_rounds", "count_chunks", "chunk_of"):
     _PLAIN[_name] = types.FunctionType(getattr(schedule, _name).fn.__code__, _PLAIN)
 MIN_UNITS = tuning.MIN_CHUNK_SLOTS // schedule.UNIT.value
+EVEN_UNITS = tuning.EVEN_SLOTS // schedule.UNIT.value
 
 
-@given(st.one_of(st.integers(0, 3_000), st.integers(0, 10_000_000)), st.integers(1, 400))
+@given(
+    st.one_of(st.integers(0, 3_000), st.integers(0, 10_000_000)), st.integers(1, 400), st.integers(0, 9_000)
+)
 @settings(max_examples=150, deadline=None)
-def test_schedule_covers_every_unit_once(units: int, workers: int) -> None:
-    tail = _PLAIN["tail_size"](units, workers, MIN_UNITS)
+def test_schedule_covers_every_unit_once(units: int, workers: int, average: int) -> None:
+    tail = _PLAIN["tail_size"](units, workers, average, MIN_UNITS, EVEN_UNITS)
     chunks = _PLAIN["count_chunks"](units, workers, tail)
     assert chunks <= schedule.CHUNKS_PER_WORKER * workers
     state = (0, 0, units, _PLAIN["round_size"](units, workers, tail))
@@ -207,10 +215,12 @@ from evenkv.kernels.evenkv_triton import kernel, tuning
 
 cache, page_size, arch, shared = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 scaled, head_dim = cache.startswith("fp8"), 128
-chosen = tuning.choose(head_dim, 1 if scaled else 2, shared)
+chosen = tuning.choose(head_dim, 1 if scaled else 2, 5, shared)
 constants = dict(
-    MAX_CHUNKS=2112, NUM_KV_HEADS=2, GROUP=5, ROWS=16, MERGE_ROWS=8, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
-    TILE=chosen.tile, MIN_UNITS=8, FAN=tuning.FAN, UNROLL=chosen.unroll, SEARCH=tuning.SEARCH_BLOCK,
+    K_SLOT_STRIDE=256, V_SLOT_STRIDE=256, MAX_CHUNKS=2112, NUM_KV_HEADS=2,
+    GROUP=5, ROWS=chosen.rows, MERGE_ROWS=chosen.merge_rows, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
+    EVEN_UNITS=256, TILE=chosen.tile, STREAMS=chosen.streams, RUN=tuning.RUN_TOKENS,
+    PAIRS=scaled, MIN_UNITS=8, FAN=tuning.FAN, UNROLL=chosen.unroll, SEARCH=tuning.SEARCH_BLOCK,
     COMPUTE=tl.float16 if scaled else tl.bfloat16,
 )
 if page_size == 1:
@@ -235,12 +245,12 @@ print(built.metadata.shared)
 @pytest.mark.parametrize(
     ("cache", "page_size", "arch", "shared"),
     [
-        pytest.param("fp8e4nv", 1, 90, 115_712, id="sm_90-e4m3-ps1"),
-        pytest.param("bf16", 16, 80, 82_944, id="sm_80-bf16-ps16"),
+        pytest.param("fp8e4nv", 1, 90, 57_344, id="sm_90-e4m3-ps1"),
+        pytest.param("bf16", 16, 80, 40_960, id="sm_80-bf16-ps16"),
     ],
 )
 def test_compiles_without_a_gpu(cache: str, page_size: int, arch: int, shared: int) -> None:
-    """The interpreter forgives what the compiler does not; shared memory must fit two programs an SM."""
+    """The interpreter forgives what the compiler does not; shared memory must fit four programs an SM."""
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     ran = subprocess.run(

@@ -1,39 +1,11 @@
-"""One segment's stream: online softmax over tiles of tokens gathered from the pages."""
+"""A segment whose outputs are too many for one warp's registers: all warps share each tile's tokens."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def load_query(
-    q_ptr,
-    q_head_stride,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    """The group's query rows [ROWS, HEAD_DIM] as `COMPUTE`, and the factors [ROWS] that undo their scaling.
-
-    Widened caches are multiplied in fp16, whose range bf16 queries can exceed: each row is brought near 1 by
-    an exact power of two first. A bf16 cache needs none of it.
-    """
-    row = tl.arange(0, ROWS)
-    dim = tl.arange(0, HEAD_DIM)
-    query = tl.load(q_ptr + row[:, None] * q_head_stride + dim[None, :], mask=row[:, None] < GROUP, other=0.0)
-    if tl.float16 != COMPUTE:
-        return query.to(COMPUTE), tl.full([ROWS], 1.0, tl.float32)
-    wide = query.to(tl.float32)
-    largest = tl.max(tl.abs(wide), axis=1)
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    shrink = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    undo = (exponent << 23).to(tl.float32, bitcast=True)
-    return (wide * shrink[:, None]).to(COMPUTE), undo
-
-
-@triton.jit
-def attend(
+def attend_shared(
     query,  # [ROWS, HEAD_DIM]
     logit_scale,  # [ROWS] fp32: logits in base-2 units
     k_head_ptr,
@@ -45,9 +17,9 @@ def attend(
     num_pages,
     num_indices,
     k_page_stride,
-    k_slot_stride,
     v_page_stride,
-    v_slot_stride,
+    K_SLOT_STRIDE: tl.constexpr,
+    V_SLOT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -72,8 +44,8 @@ def attend(
         page = tl.load(indices_ptr + entry, mask=inside & (entry < num_indices), other=-1)
         known = (page >= 0) & (page < num_pages)
         page = page.to(tl.int64)
-        k_row = page * k_page_stride + slot * k_slot_stride
-        v_row = page * v_page_stride + slot * v_slot_stride
+        k_row = page * k_page_stride + slot * K_SLOT_STRIDE
+        v_row = page * v_page_stride + slot * V_SLOT_STRIDE
         k_tile = tl.load(k_head_ptr + k_row[:, None] + dim[None, :], mask=known[:, None], other=0.0)
         v_tile = tl.load(v_head_ptr + v_row[:, None] + dim[None, :], mask=known[:, None], other=0.0)
 

@@ -6,21 +6,18 @@ is rounded outside the kernel. Schedule, gathers, masks, merges and counters are
 
 import torch
 import triton
-import triton.language as tl
-
-from .schedule import EVEN_UNITS, UNIT
 
 
 def widen(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor):
-    """q as fp32, the caches as fp32 (bf16) or fp16 (fp16, fp8: exact), and the kernel's type for products."""
+    """q as fp32, the caches as fp32 (bf16) or fp16 (fp16, fp8: exact)."""
     if k_cache.dtype == torch.bfloat16:
-        return q.float(), k_cache.float(), v_cache.float(), tl.float32
-    return q.float(), k_cache.half(), v_cache.half(), tl.float16
+        return q.float(), k_cache.float(), v_cache.float()
+    return q.float(), k_cache.half(), v_cache.half()
 
 
-def workers(positions_bound: int) -> int:
+def workers(positions_bound: int, even_slots: int) -> int:
     """Programs, which run one after another: one round of equal chunks if 16 do, else 3 that take many."""
-    even = -(-positions_bound // (UNIT.value * EVEN_UNITS.value))
+    even = -(-positions_bound // even_slots)
     return even if even <= 16 else 3
 
 

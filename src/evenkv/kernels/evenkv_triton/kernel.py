@@ -21,9 +21,10 @@ launches: whoever sees a counter's last arrival sets it back, so nothing has to 
 import triton
 import triton.language as tl
 
-from .attend import attend, load_query
+from .attend import attend_shared
 from .partials import merge_partials, store_output, store_partial
 from .schedule import UNIT, chunk_of, count_chunks, find_request, follow_rounds, round_size, tail_size
+from .streams import attend_streams, load_query
 
 
 @triton.jit
@@ -142,11 +143,11 @@ def decode_kernel(
     q_batch_stride,
     q_head_stride,
     k_page_stride,
-    k_slot_stride,
     k_head_stride,
     v_page_stride,
-    v_slot_stride,
     v_head_stride,
+    K_SLOT_STRIDE: tl.constexpr,  # known, so that a page's rows lie at fixed distances
+    V_SLOT_STRIDE: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -154,8 +155,12 @@ def decode_kernel(
     MERGE_ROWS: tl.constexpr,  # GROUP padded to a power of two
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # tokens a step
+    STREAMS: tl.constexpr,  # whether each warp has tokens of its own,
+    RUN: tl.constexpr,  # this many of a tile; divides UNIT
+    PAIRS: tl.constexpr,  # whether fp8 rows may be read as int16
     MIN_UNITS: tl.constexpr,
+    EVEN_UNITS: tl.constexpr,
     FAN: tl.constexpr,
     UNROLL: tl.constexpr,
     SEARCH: tl.constexpr,
@@ -166,7 +171,7 @@ def decode_kernel(
     first_entry = tl.load(indptr_ptr)
     slots = (tl.load(indptr_ptr + batch) - first_entry).to(tl.int64) * PAGE_SIZE  # of one head
     units = ((slots * NUM_KV_HEADS + UNIT - 1) // UNIT).to(tl.int32)
-    tail = tail_size(units, workers, MIN_UNITS)
+    tail = tail_size(units, workers, (slots // UNIT).to(tl.int32) // batch, MIN_UNITS, EVEN_UNITS)
     chunks = count_chunks(units, workers, tail)
 
     chunk = worker
@@ -215,27 +220,52 @@ def decode_kernel(
             if k_scale_ptr is not None:
                 scale *= tl.load(k_scale_ptr + head)
                 v_scale = tl.load(v_scale_ptr + head)
-            top, total, acc = attend(
-                query,
-                undo * scale,
-                k_ptr + head * k_head_stride,
-                v_ptr + head * v_head_stride,
-                indices_ptr,
-                entry,
-                begin_token,
-                end_token,
-                num_pages,
-                num_indices,
-                k_page_stride,
-                k_slot_stride,
-                v_page_stride,
-                v_slot_stride,
-                ROWS,
-                HEAD_DIM,
-                PAGE_SIZE,
-                TILE,
-                COMPUTE,
-            )
+            if STREAMS:
+                top, total, acc = attend_streams(
+                    query,
+                    undo * scale,
+                    k_ptr + head * k_head_stride,
+                    v_ptr + head * v_head_stride,
+                    indices_ptr,
+                    entry,
+                    begin_token,
+                    end_token,
+                    num_pages,
+                    num_indices,
+                    k_page_stride,
+                    v_page_stride,
+                    K_SLOT_STRIDE,
+                    V_SLOT_STRIDE,
+                    ROWS,
+                    HEAD_DIM,
+                    PAGE_SIZE,
+                    TILE // RUN,
+                    RUN,
+                    PAIRS,
+                    COMPUTE,
+                )
+            else:
+                top, total, acc = attend_shared(
+                    query,
+                    undo * scale,
+                    k_ptr + head * k_head_stride,
+                    v_ptr + head * v_head_stride,
+                    indices_ptr,
+                    entry,
+                    begin_token,
+                    end_token,
+                    num_pages,
+                    num_indices,
+                    k_page_stride,
+                    v_page_stride,
+                    K_SLOT_STRIDE,
+                    V_SLOT_STRIDE,
+                    ROWS,
+                    HEAD_DIM,
+                    PAGE_SIZE,
+                    TILE,
+                    COMPUTE,
+                )
             total = tl.where(broken, float("nan"), total)
             out_row = row * (NUM_KV_HEADS * GROUP) + head_row
             if (position == segment_begin) & (part_end == segment_end):

@@ -1,18 +1,45 @@
-"""Host side of evenkv_triton: argument checks that cost nothing, scratch, the one launch."""
+"""Host side of evenkv_triton: argument checks that cost nothing, scratch, the one launch.
+
+What follows from shapes, strides, types and alignments is worked out at their first call and kept (`Plan`),
+with the compiled kernel: a later call compares them, looks for its scratch and launches.
+"""
 
 import math
+from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from . import interpret
 from .kernel import decode_kernel
 from .schedule import CHUNKS_PER_WORKER, UNIT
-from .tuning import FAN, MIN_CHUNK_SLOTS, PROGRAMS_PER_SM, SEARCH_BLOCK, WARPS, choose
+from .tuning import (
+    EVEN_SLOTS,
+    FAN,
+    MIN_CHUNK_SLOTS,
+    PROGRAMS_PER_SM,
+    RUN_TOKENS,
+    SEARCH_BLOCK,
+    choose,
+)
+
+_MOST_PLANS = 4096
 
 _scratch: dict[tuple, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 _devices: dict[int, tuple[int, int]] = {}
+_plans: dict[tuple, "Plan"] = {}
+_compiled: dict[tuple, Any] = {}
+
+
+class Plan(NamedTuple):
+    """A launch but for its tensors: `sizes` and `constants` in the kernel's order, options by name."""
+
+    workers: int
+    scratch: tuple[int, int, int]  # chunks, group, head_dim
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
 
 
 def decode(
@@ -53,112 +80,167 @@ def decode(
     ValueError
         When a dtype, a stride or a shape cannot be read as the above.
     """
-    page_axis, head_axis = (1, 2) if layout == "NHD" else (2, 1)
-    batch, num_qo_heads, head_dim = q.shape
-    num_pages, page_size, num_kv_heads = k_cache.shape[0], k_cache.shape[page_axis], k_cache.shape[head_axis]
-    _check(
-        q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len, output, lse, k_scale, v_scale, page_size
-    )
-    if num_qo_heads % num_kv_heads:
-        raise ValueError(f"q: wanted a multiple of {num_kv_heads} heads (KV heads), got {num_qo_heads}.")
-    if batch == 0:
-        return
-    sm_count, shared_bytes = _device(q.device.index) if q.is_cuda else (1, 0)
-    tuning = choose(head_dim, k_cache.element_size(), shared_bytes)
-    bound = kv_indices.shape[0] * page_size
-    destination = output
-    if q.is_cuda:
-        most, tile = sm_count * PROGRAMS_PER_SM, tuning.tile
-        compute = tl.bfloat16 if k_cache.dtype == torch.bfloat16 else tl.float16
-    else:
-        most, tile = interpret.workers(bound * num_kv_heads), interpret.tile(bound, batch)
-        q, k_cache, v_cache, compute = interpret.widen(q, k_cache, v_cache)
-        output = torch.empty_like(output, dtype=torch.float32)
-    if workers is None:
-        # A program that could not get a chunk is not launched.
-        workers = max(1, min(most, -(-bound * num_kv_heads // MIN_CHUNK_SLOTS)))
-    group = num_qo_heads // num_kv_heads
-    max_chunks = CHUNKS_PER_WORKER * max(workers, most)
-    acc, stats, counters = _get_scratch(q.device, max_chunks, group, head_dim)
-    k_strides, v_strides = k_cache.stride(), v_cache.stride()
-    launch = decode_kernel[(workers,)]
-    arguments = (
+    tensors = (
         q,
         k_cache,
         v_cache,
         kv_indptr,
         kv_indices,
-        kv_last_page_len if page_size > 1 else None,
+        kv_last_page_len,
         k_scale,
         v_scale,
         output,
         lse,
-        acc,
-        stats,
-        counters,
-        sm_scale * math.log2(math.e),
+    )
+    if not q.is_cuda:
+        _interpret(tensors, sm_scale, layout, workers)
+        return
+    traits = [None if t is None else _traits(t) for t in tensors]
+    key = (layout, workers, *traits)
+    plan = _plans.get(key)
+    if plan is None:
+        _check(*tensors, layout)
+        if q.shape[0] == 0:
+            return
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+            _compiled.clear()
+        plan = _plans[key] = _make_plan(q, k_cache, v_cache, kv_indices, layout, workers)
+    if torch.cuda.current_device() == q.device.index:
+        _launch(key, plan, tensors, sm_scale)
+    else:
+        with torch.cuda.device(q.device):
+            _launch(key, plan, tensors, sm_scale)
+
+
+def _traits(tensor: torch.Tensor) -> tuple:
+    """All that checks, plan and compilation look at."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15
+
+
+def _make_plan(q, k_cache, v_cache, kv_indices, layout: str, workers: int | None) -> Plan:
+    page_axis, head_axis = (1, 2) if layout == "NHD" else (2, 1)
+    batch, num_qo_heads, head_dim = q.shape
+    num_pages, page_size, num_kv_heads = k_cache.shape[0], k_cache.shape[page_axis], k_cache.shape[head_axis]
+    group = num_qo_heads // num_kv_heads
+    sm_count, shared_bytes = _device(q.device.index) if q.is_cuda else (1, 0)
+    tuning = choose(head_dim, k_cache.element_size(), group, shared_bytes)
+    bound = kv_indices.shape[0] * page_size
+    if q.is_cuda:
+        most, tile = sm_count * PROGRAMS_PER_SM, tuning.tile
+        compute = tl.bfloat16 if k_cache.dtype == torch.bfloat16 else tl.float16
+        pairs = tuning.streams and k_cache.dtype == torch.float8_e4m3fn and _even(k_cache) and _even(v_cache)
+    else:
+        most, tile, pairs = (
+            interpret.workers(bound * num_kv_heads, EVEN_SLOTS),
+            interpret.tile(bound, batch),
+            False,
+        )
+        compute = tl.float32 if k_cache.dtype == torch.float32 else tl.float16
+    if workers is None:
+        # A program that could not get a chunk is not launched.
+        workers = max(1, min(most, -(-bound * num_kv_heads // MIN_CHUNK_SLOTS)))
+    max_chunks = CHUNKS_PER_WORKER * max(workers, most)
+    k_strides, v_strides = k_cache.stride(), v_cache.stride()
+    sizes = (
         batch,
         num_pages,
         kv_indices.shape[0],
         q.stride(0),
         q.stride(1),
         k_strides[0],
-        k_strides[page_axis],
         k_strides[head_axis],
         v_strides[0],
-        v_strides[page_axis],
         v_strides[head_axis],
     )
     constants = dict(
+        K_SLOT_STRIDE=k_strides[page_axis],
+        V_SLOT_STRIDE=v_strides[page_axis],
         MAX_CHUNKS=max_chunks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
-        MERGE_ROWS=triton.next_power_of_2(group),
+        ROWS=tuning.rows,
+        MERGE_ROWS=tuning.merge_rows,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         TILE=tile,
+        STREAMS=tuning.streams,
+        RUN=RUN_TOKENS,
+        PAIRS=pairs,
         MIN_UNITS=MIN_CHUNK_SLOTS // UNIT.value,
+        EVEN_UNITS=EVEN_SLOTS // UNIT.value,
         FAN=FAN,
         UNROLL=tuning.unroll,
         SEARCH=SEARCH_BLOCK,
         COMPUTE=compute,
-        num_warps=WARPS,
+    )
+    options = dict(
+        num_warps=tuning.warps,
         num_stages=tuning.stages,
         enable_fp_fusion=True,  # said, because Triton's default is about to change: the bits should not
     )
-    if q.is_cuda and torch.cuda.current_device() != q.device.index:
-        with torch.cuda.device(q.device):
-            launch(*arguments, **constants)
-    else:
-        launch(*arguments, **constants)
-    if destination is not output:
-        destination.copy_(output)
+    return Plan(workers, (max_chunks, group, head_dim), sizes, constants, options)
 
 
-def _get_scratch(device: torch.device, max_chunks: int, group: int, head_dim: int):
+def _launch(key: tuple, plan: Plan, tensors: tuple, sm_scale: float) -> None:
+    """Launch on the current stream: through the compiled kernel where Triton has handed one out before.
+
+    Its own path looks at every argument anew, which the plan's key makes superfluous.
+    """
+    device = tensors[0].device
+    stream = driver.active.get_current_stream(device.index)  # as Triton asks, without an object around it
+    scratch = _get_scratch(device, stream, *plan.scratch)
+    arguments = (*tensors, *scratch, sm_scale * math.log2(math.e), *plan.sizes)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        try:
+            compiled[(plan.workers, 1, 1)](*arguments, *plan.constants.values(), stream=stream)
+            return
+        except TypeError:  # a Triton whose compiled kernels are called otherwise; nothing has been launched
+            _compiled[key] = None
+    compiled = decode_kernel[(plan.workers,)](*arguments, **plan.constants, **plan.options)
+    if key not in _compiled and hasattr(compiled, "__getitem__"):
+        _compiled[key] = compiled
+
+
+def _interpret(tensors: tuple, sm_scale: float, layout: str, workers: int | None) -> None:
+    _check(*tensors, layout)
+    q, k_cache, v_cache, indptr, indices, *tables, output, lse = tensors
+    if q.shape[0] == 0:
+        return
+    q, k_cache, v_cache = interpret.widen(q, k_cache, v_cache)
+    rounded = torch.empty_like(output, dtype=torch.float32)
+    plan = _make_plan(q, k_cache, v_cache, indices, layout, workers)
+    scratch = _get_scratch(q.device, 0, *plan.scratch)
+    arguments = (q, k_cache, v_cache, indptr, indices, *tables, rounded, lse, *scratch)
+    scale = sm_scale * math.log2(math.e)
+    decode_kernel[(plan.workers,)](*arguments, scale, *plan.sizes, **plan.constants, **plan.options)
+    output.copy_(rounded)
+
+
+def _get_scratch(device: torch.device, stream: int, max_chunks: int, group: int, head_dim: int):
     """acc, stats and zeroed counters, kept for (device, stream, size): two streams never share them.
 
     A CUDA graph captured on a stream that has run this before uses that stream's scratch: replay it in order
     with that stream. Captured on another stream it gets scratch of its own out of the graph's pool, and pays
     one memset node for its counters.
     """
-    stream, capturing = 0, False
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device).cuda_stream
     key = (device, stream, max_chunks, group, head_dim)
     found = _scratch.get(key)
     if found is not None:
         return found
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            capturing = torch.cuda.is_current_stream_capturing()
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     acc = torch.empty(2 * max_chunks * group * head_dim, dtype=torch.float32, device=device)
     stats = torch.empty(2 * max_chunks * 2 * group, dtype=torch.float32, device=device)
     counters = torch.zeros(1 + 2 * max_chunks, dtype=torch.int32, device=device)
     if not capturing:
         _scratch[key] = (acc, stats, counters)
     return acc, stats, counters
+
+
+def _even(cache: torch.Tensor) -> bool:
+    """Whether every row starts at an even address, so that it can be read as int16."""
+    return cache.data_ptr() % 2 == 0 and all(stride % 2 == 0 for stride in cache.stride()[:3])
 
 
 def _device(index: int) -> tuple[int, int]:
@@ -171,10 +253,9 @@ def _device(index: int) -> tuple[int, int]:
     return _devices[index]
 
 
-def _check(
-    q, k_cache, v_cache, kv_indptr, kv_indices, last_page_len, output, lse, k_scale, v_scale, page_size
-):
+def _check(q, k_cache, v_cache, kv_indptr, kv_indices, last_page_len, k_scale, v_scale, output, lse, layout):
     """Refuse what the kernel would misread; a few comparisons of host-known facts."""
+    page_size, num_kv_heads = k_cache.shape[1:3] if layout == "NHD" else (k_cache.shape[2], k_cache.shape[1])
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             f"v_cache: wanted k_cache's shape {tuple(k_cache.shape)} and dtype {k_cache.dtype}, "
@@ -218,5 +299,7 @@ def _check(
         raise ValueError(
             f"lse: wanted contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}."
         )
+    if q.shape[1] % num_kv_heads:
+        raise ValueError(f"q: wanted a multiple of {num_kv_heads} heads (KV heads), got {q.shape[1]}.")
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale, v_scale: wanted both or neither.")

@@ -59,22 +59,22 @@ def merge_partials(
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, HEAD_DIM], 0.0, tl.float32)
     for j in range(0, count, UNROLL):
-        for u in tl.static_range(UNROLL):
-            live = row < tl.where(count > j + u, GROUP, 0)
-            chunk = first + (j + u) * step
-            slot = (2 * chunk + (chunk == start_chunk).to(tl.int32)).to(tl.int64)
-            stats = stats_ptr + slot * (2 * GROUP) + row
-            part_top = tl.load(stats, mask=live, other=float("-inf"), cache_modifier=".cg")
-            part_total = tl.load(stats + GROUP, mask=live, other=0.0, cache_modifier=".cg")
-            part_acc = tl.load(
-                acc_ptr + slot * (GROUP * HEAD_DIM) + tile,
-                mask=live[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            weight = tl.exp2(part_top - pivot)
-            total += weight * part_total
-            acc += weight[:, None] * part_acc
+        part = j + tl.arange(0, UNROLL)
+        chunk = first + part * step
+        slot = (2 * chunk + (chunk == start_chunk).to(tl.int32)).to(tl.int64)
+        live = (part < count)[:, None] & (row < GROUP)[None, :]
+        stats = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
+        part_top = tl.load(stats, mask=live, other=float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(stats + GROUP, mask=live, other=0.0, cache_modifier=".cg")
+        part_acc = tl.load(
+            acc_ptr + slot[:, None, None] * (GROUP * HEAD_DIM) + tile[None, :, :],
+            mask=live[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight = tl.exp2(part_top - pivot[None, :])
+        total += tl.sum(weight * part_total, axis=0)
+        acc += tl.sum(weight[:, :, None] * part_acc, axis=0)
     return top, total, acc
 
 

@@ -16,16 +16,26 @@ import triton
 import triton.language as tl
 
 UNIT = tl.constexpr(16)
-EVEN_UNITS = tl.constexpr(64)
+FITTING_GROWTH = tl.constexpr(25)
 TAIL_PARTS = tl.constexpr(64)
 CHUNKS_PER_WORKER = 8
 
 
 @triton.jit
-def tail_size(units, workers, MIN_UNITS: tl.constexpr):
-    """Units in the smallest chunk: 1/64 of a worker's share, or the equal share of a small problem."""
-    parts = workers if units <= workers * EVEN_UNITS else workers * TAIL_PARTS
-    return max((units + parts - 1) // parts, MIN_UNITS)
+def tail_size(units, workers, average, MIN_UNITS: tl.constexpr, EVEN_UNITS: tl.constexpr):
+    """Units in the smallest chunk: 1/64 of a worker's share, or the equal share of a small problem.
+
+    That share is made to end where requests of `average` units do, if it grows little by it: where all have
+    that length, none is cut without need. Mixed batches get chunks a little longer, no more.
+    """
+    even = units <= workers * EVEN_UNITS
+    parts = workers if even else workers * TAIL_PARTS
+    equal = max((units + parts - 1) // parts, MIN_UNITS)
+    average = max(average, 1)
+    pieces = max(average // equal, 1)
+    whole = (equal + average - 1) // average * average
+    fitting = whole if average < equal else (average + pieces - 1) // pieces
+    return fitting if even & ((fitting - equal) * FITTING_GROWTH <= equal) else equal
 
 
 @triton.jit
