@@ -21,6 +21,7 @@ from evenkv.numerics.problem import Problem
 from evenkv.spec.family import DecodeSpec
 
 ROUND_SLOTS = 16384  # tuning.cuh, kScheduleTuning: beyond these a worker, chunks are handed out by tickets
+SMALL_SLOTS = 100_000  # fewer than tuning.cuh's kSmallSlotsPerWorker on 132 SMs
 
 # All of them among the stress test's, so that no build is for this alone.
 PAGE1 = DecodeSpec(5, 1, 128, 1)
@@ -55,16 +56,23 @@ def make_plans(sm_count: int) -> dict[str, Plan]:
 
 
 def solve(plan: Plan) -> list[str]:
-    """Faults of one problem's result. Outputs have memory of their own, so that its end is watched."""
+    """Faults of one problem's results: those of the general kernel and, of small ones, of theirs.
+
+    Outputs have memory of their own, so that its end is watched.
+    """
     problem = build_problem(plan, "cpu")
     wanted = fast_reference(problem)
-    run, fill_scratch = load_cuda_kernel(plan.spec)
     on_device = problem.to("cuda")
-    output, lse = on_device.empty_outputs()
-    fill_scratch(plan.scratch[0])
-    run(*on_device.inputs(), output, lse)
-    torch.cuda.synchronize()
-    return check_outputs(plan.spec, output.cpu(), lse.cpu(), *wanted)
+    faults = []
+    for symbol in ("run_general", "run") if plan.listed_slots <= SMALL_SLOTS else ("run_general",):
+        run, fill_scratch = load_cuda_kernel(plan.spec, symbol)
+        output, lse = on_device.empty_outputs()
+        fill_scratch(plan.scratch[0])
+        run(*on_device.inputs(), output, lse)
+        torch.cuda.synchronize()
+        found = check_outputs(plan.spec, output.cpu(), lse.cpu(), *wanted)
+        faults += [f"{symbol}: {fault}" for fault in found]
+    return faults
 
 
 def read_past_the_end(name: str) -> None:

@@ -26,6 +26,12 @@ Outputs = tuple[torch.Tensor, torch.Tensor]
 _EDITS = (
     ("shared.cuh", r"(return \*static_cast<const volatile T\*>\(word\);)", r"host_gpu::give_way(); \1", 1),
     ("kernel.cuh", r"extern __shared__ .* raw\[\];", "uint8_t* raw = host_gpu::current->block->shared;", 1),
+    (
+        "small_kernel.cuh",
+        r"extern __shared__ .* raw\[\];",
+        "uint8_t* raw = host_gpu::current->block->shared;",
+        1,
+    ),
 )
 
 
@@ -33,21 +39,38 @@ class _Params(ctypes.Structure):
     """params.h: DecodeParams."""
 
     _fields_ = (
-        [("q", ctypes.c_void_p), ("q_stride_batch", ctypes.c_int64), ("q_stride_head", ctypes.c_int64)]
+        [(name, ctypes.c_void_p) for name in ("kv_indptr", "kv_indices", "kv_last_page_len")]
+        + [(name, ctypes.c_int32) for name in ("batch", "page_size", "num_kv_indices", "num_kv_heads")]
+        + [("page_multiplier", ctypes.c_uint32)]
+        + [(name, ctypes.c_int32) for name in ("page_shift", "expected_slots", "workers")]
+        + [("inverse_slots", ctypes.c_double), ("first_slots", ctypes.c_int32 * 2)]
+        + [("expected", ctypes.c_int64 * 5)]  # schedule.h: Schedule
         + [(name, ctypes.c_void_p) for name in ("k_cache", "v_cache")]
         + [(f"{kv}_stride_{d}", ctypes.c_int64) for kv in "kv" for d in ("page", "slot", "head")]
-        + [(name, ctypes.c_void_p) for name in ("kv_indptr", "kv_indices", "kv_last_page_len")]
-        + [(name, ctypes.c_void_p) for name in ("k_scale", "v_scale", "output", "lse")]
-        + [(name, ctypes.c_int32) for name in ("batch", "num_kv_heads", "num_pages", "page_size")]
-        + [("num_kv_indices", ctypes.c_int32), ("sm_scale", ctypes.c_float), ("q_copy_bytes", ctypes.c_int32)]
-        + [("request_chunk_shift", ctypes.c_int32)]
-        + [("partials", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("workers", ctypes.c_int32)]
-        + [("page_multiplier", ctypes.c_uint32), ("page_shift", ctypes.c_int32)]
+        + [("num_pages", ctypes.c_int32), ("units", ctypes.c_uint32 * 5), ("q", ctypes.c_void_p)]
+        + [
+            ("q_stride_batch", ctypes.c_int64),
+            ("q_stride_head", ctypes.c_int64),
+            ("k_scale", ctypes.c_void_p),
+        ]
+        + [("sm_scale", ctypes.c_float), ("q_copy_bytes", ctypes.c_int32)]
+        + [(name, ctypes.c_void_p) for name in ("v_scale", "output", "lse")]
         + [
             (name, ctypes.c_int32)
-            for name in ("single_round_slots", "most_request_chunks", "slots_per_chunk")
+            for name in (
+                "request_chunk_shift",
+                "general_only",
+                "single_round_slots",
+                "most_request_chunks",
+                "slots_per_chunk",
+            )
         ]
+        + [("partials", ctypes.c_void_p), ("counters", ctypes.c_void_p)]
     )
+
+
+class CountersLeft(AssertionError):
+    """Counters were not put back to zero."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,7 @@ class HostKernel:
     tuning: Tuning
     q_copy_bytes: int = 16
     request_chunk_shift: int = 0
+    splits: int = 0  # the kernel for small problems, so many blocks a cluster
 
     def __call__(
         self,
@@ -103,18 +127,17 @@ class HostKernel:
         params.v_stride_page, params.v_stride_slot, params.v_stride_head = t["v_cache"].stride()[:3]
         params.num_pages, params.num_kv_indices = len(t["k_cache"]), len(t["kv_indices"])
         params.sm_scale = float(t["sm_scale"])
-        most_slots = spec.num_kv_heads // heads * params.num_kv_indices * spec.page_size
-        most_chunks = -(-most_slots // self.tuning[0])
-        if self.request_chunk_shift:
-            unit_chunks = (params.num_kv_indices * spec.page_size >> self.request_chunk_shift) + params.batch
-            most_chunks = spec.num_kv_heads // heads * unit_chunks
-        blocks = max(1, min(workers, most_chunks))
         left = ctypes.c_int32(-1)
+        if self.splits:
+            fault = self.library.launch_small(ctypes.byref(params), self.splits, seed, early)
+            assert fault is None, fault.decode()
+            return output, lse
         fault = self.library.launch(
-            ctypes.byref(params), heads, workers, blocks, resident, seed, early, ctypes.byref(left)
+            ctypes.byref(params), heads, workers, resident, seed, early, ctypes.byref(left)
         )
         assert fault is None, fault.decode()
-        assert left.value == 0, f"{left.value} counters are not zero after the launch"
+        if left.value != 0:
+            raise CountersLeft(f"{left.value} counters are not zero after the launch")
         return output, lse
 
 
@@ -140,5 +163,5 @@ def build_host_kernel(spec: DecodeSpec, tuning: Tuning, folder: Path) -> HostKer
     library = folder / "kernel.so"
     subprocess.run([find_cxx(), *flags, folder / "launch.cpp", "-o", library], check=True)
     loaded = ctypes.CDLL(str(library))
-    loaded.launch.restype = ctypes.c_char_p
+    loaded.launch.restype = loaded.launch_small.restype = ctypes.c_char_p
     return HostKernel(loaded, tuning)

@@ -13,6 +13,11 @@ void schedule_make(int64_t total, int32_t workers, int32_t min_chunk, int32_t si
   *out = make_schedule(total, workers, {min_chunk, single_round_slots, tail_chunk});
 }
 
+void schedule_cut(int32_t units, int32_t unit_slots, int32_t batch, int32_t workers, int32_t min_chunk,
+                  int32_t single_round_slots, int32_t tail_chunk, Schedule* out) {
+  *out = cut_line(units, unit_slots, batch, workers, {min_chunk, single_round_slots, tail_chunk});
+}
+
 // ranges: [num_chunks, 2]
 void schedule_ranges(const Schedule* schedule, int64_t* ranges) {
   for (int32_t chunk = 0; chunk < schedule->num_chunks; ++chunk) {

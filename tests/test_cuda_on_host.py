@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 from batch_parts import take_requests
-from host_kernel import HostKernel, build_host_kernel
+from host_kernel import CountersLeft, HostKernel, build_host_kernel
 
 from evenkv.numerics.check import check_outputs
 from evenkv.numerics.judge import bit_equal
@@ -89,6 +90,51 @@ def test_batch_invariant_fp8_and_tables_that_list_too_much(fp8: HostKernel, bf16
     assert check_outputs(BF16, output[:1], lse[:1], wanted[0][:1], wanted[1][:1]) == []
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 8])
+def test_small_problems(bf16: HostKernel, fp8: HostKernel, splits: int) -> None:
+    for page_size in (1, 5, 16, 64):
+        problem = make_problem(replace(BF16, page_size=page_size), [1, 0, 17, 300, 91], seed=page_size)
+        _check(replace(bf16, splits=splits), problem, seed=page_size)
+    _check(replace(fp8, splits=splits), make_problem(FP8, [40, 0, 333, 1]))
+
+
+@pytest.mark.parametrize("entries", [{21: 128, 27: 128, 40: 0}, {1: -5}])
+def test_batch_invariant_reads_nothing_outside_whatever_kv_indptr_says(
+    bf16: HostKernel, entries: dict[int, int]
+) -> None:
+    """A kv_indptr that falls: what comes out is undefined, but every copy lies within the inputs."""
+    kernel = replace(bf16, request_chunk_shift=8)
+    for seed in range(4):
+        problem = make_problem(BF16, [16] * 44, seed=seed)
+        kv_indptr = problem.tensors["kv_indptr"].clone()
+        for entry, page in entries.items():
+            kv_indptr[entry] = page
+        # Counters may be left: docs/kernel.md.
+        with contextlib.suppress(CountersLeft):
+            kernel(problem.with_tensors(kv_indptr=kv_indptr), workers=8, seed=seed)
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("first, last", [(-9, 120), (0, 2**31 - 1), (0, 121)])
+def test_small_problems_with_pages_that_are_not_listed(
+    bf16: HostKernel, splits: int, first: int, last: int
+) -> None:
+    """NaN at once, however many pages are counted; page ids that lie around kv_indices are not read."""
+    spec = replace(BF16, page_size=1)
+    problem = make_problem(spec, [40] * 3, poison_unused=False)
+    wanted = reference(problem)
+    ids = problem.tensors["kv_indices"]
+    kv_indptr = torch.tensor([first, 40, 80, last], dtype=torch.int32)
+    tables = {"kv_indices": torch.cat([ids] * 3)[120:240], "kv_indptr": kv_indptr}
+    output, lse = replace(bf16, splits=splits)(problem.with_tensors(**tables))
+    for request, bad in enumerate((first < 0, False, last > 120)):
+        rows = slice(request, request + 1)
+        if bad:
+            assert output[rows].isnan().all() and lse[rows].isnan().all()
+        else:
+            assert check_outputs(spec, output[rows], lse[rows], wanted[0][rows], wanted[1][rows]) == []
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 def test_fp8(fp8: HostKernel, heads: int) -> None:
     rng = random.Random(heads)
@@ -118,6 +164,17 @@ def test_more_pages_counted_than_listed(bf16: HostKernel) -> None:
     output, lse = bf16(short, workers=132)
     assert check_outputs(BF16, output[:1], lse[:1], wanted[0][:1], wanted[1][:1]) == []
     assert output[1:].isnan().all() and lse[1:].isnan().all()
+
+
+@pytest.mark.parametrize("workers", [1, 5, 40])
+def test_kv_indices_longer_than_counted(bf16: HostKernel, workers: int) -> None:
+    """What a graph's buffers are: the cut that the length let expect is dropped for that of kv_indptr."""
+    for page_size in (1, 16):
+        problem = make_problem(replace(BF16, page_size=page_size), [300, 0, 17, 64])
+        ids = problem.tensors["kv_indices"]
+        padded = problem.with_tensors(kv_indices=torch.cat([ids, ids.flip(0), ids]))
+        _check(bf16, padded, workers=workers, seed=page_size)
+        assert bit_equal(bf16(padded, workers=workers), bf16(problem, workers=workers))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -40,7 +40,9 @@ TICKET_SLOTS = 132 * 16384  # schedule.h and tuning.cuh, on an H200: beyond, chu
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kernel", "share"), [("evenkv_cuda", 1), ("evenkv_triton", 10)])
+@pytest.mark.parametrize(
+    ("kernel", "share"), [("evenkv_cuda", 1), ("evenkv_cuda general", 1), ("evenkv_triton", 10)]
+)
 def test_random_problems(kernel: str, share: int, capsys: pytest.CaptureFixture[str]) -> None:
     count = max(1, int(os.environ.get("EVENKV_STRESS_PROBLEMS", "2000")) // share)
     first = int(os.environ.get("EVENKV_STRESS_SEED", "0"))

@@ -42,9 +42,21 @@ class Schedule:
     """One compiled schedule; `ranges` int64 [num_chunks, 2] are positions on the line."""
 
     def __init__(self, library: ctypes.CDLL, total: int, workers: int, tuning: tuple[int, int, int]) -> None:
-        self._library, self._raw = library, _Schedule()
-        library.schedule_make(ctypes.c_int64(total), workers, *tuning, ctypes.byref(self._raw))
-        self.num_chunks: int = self._raw.num_chunks
+        raw = _Schedule()
+        library.schedule_make(ctypes.c_int64(total), workers, *tuning, ctypes.byref(raw))
+        self._set(library, raw)
+
+    @classmethod
+    def cut(cls, library: ctypes.CDLL, units: int, unit_slots: int, batch: int, workers: int) -> Schedule:
+        """The schedule of a batch, fitted to its requests where that costs little."""
+        schedule, raw = cls.__new__(cls), _Schedule()
+        library.schedule_cut(units, unit_slots, batch, workers, *SHIPPED, ctypes.byref(raw))
+        schedule._set(library, raw)
+        return schedule
+
+    def _set(self, library: ctypes.CDLL, raw: _Schedule) -> None:
+        self._library, self._raw = library, raw
+        self.num_chunks: int = raw.num_chunks
         self.ranges = np.full((max(self.num_chunks, 0), 2), -1, dtype=np.int64)
         library.schedule_ranges(ctypes.byref(self._raw), self.ranges.ctypes)
 
@@ -81,13 +93,12 @@ def _multiples(low: int, high: int) -> st.SearchStrategy[int]:
 
 
 TUNINGS = st.tuples(_multiples(1, 64), st.integers(0, 1 << 17), _multiples(1, 256))
+WORKERS = st.integers(1, 1024)
 TOTALS = st.one_of(st.integers(0, 5000), st.integers(0, 1 << 24), st.integers(0, 1 << 40))
 
 
 @settings(max_examples=300, **RELAXED)
-@given(
-    total=TOTALS, workers=st.integers(1, 1024), tuning=st.one_of(st.just(SHIPPED), TUNINGS), data=st.data()
-)
+@given(total=TOTALS, workers=WORKERS, tuning=st.one_of(st.just(SHIPPED), TUNINGS), data=st.data())
 @example(total=0, workers=132, tuning=SHIPPED, data=None)
 @example(total=1, workers=1024, tuning=SHIPPED, data=None)
 @example(total=132 * 16384, workers=132, tuning=SHIPPED, data=None)  # one round
@@ -125,6 +136,40 @@ def test_a_small_line_has_no_chunk_below_the_least(make: Make) -> None:
     for total in range(1, 4000, 37):
         lengths = np.diff(make(total, 132, SHIPPED).ranges, axis=1)[:, 0]
         assert (lengths[:-1] == SHIPPED[0]).all() and lengths[-1] <= SHIPPED[0]
+
+
+@settings(max_examples=200, **RELAXED)
+@given(
+    units=st.integers(1, 40), unit_slots=st.integers(0, 1 << 22), batch=st.integers(1, 300), workers=WORKERS
+)
+def test_chunks_fitted_to_requests_are_hardly_longer(
+    library: ctypes.CDLL, units: int, unit_slots: int, batch: int, workers: int
+) -> None:
+    equal = Schedule(library, units * unit_slots, workers, SHIPPED)
+    fitted = Schedule.cut(library, units, unit_slots, batch, workers)
+    if unit_slots == 0:
+        assert fitted.num_chunks == 0
+        return
+    begins, ends = fitted.ranges.T
+    assert begins[0] == 0 and ends[-1] == units * unit_slots
+    assert (begins[1:] == ends[:-1]).all() and (begins < ends).all()
+    assert fitted.num_chunks <= equal.num_chunks
+    longest = np.diff(equal.ranges, axis=1).max()
+    assert (ends - begins).max() <= longest + longest // 25
+    assert (fitted.chunks_of(ends - 1) == np.arange(fitted.num_chunks)).all()
+
+
+@pytest.mark.parametrize(
+    ("units", "batch", "length"),
+    [(4, 32, 4096), (8, 32, 4096), (8, 128, 2048), (1, 64, 8192), (8, 1, 131072)],
+)
+def test_equal_requests_are_whole_or_cut_evenly(
+    library: ctypes.CDLL, units: int, batch: int, length: int
+) -> None:
+    ends = Schedule.cut(library, units, batch * length, batch, 132).ranges[:, 1]
+    chunk = ends[0]
+    assert (ends % length == 0).all() if chunk >= length else length % chunk == 0
+    assert len(ends) == 128
 
 
 @pytest.mark.parametrize("slots_per_worker", [16385, 20_000, 65_536, 1_000_003, 50_000_000])

@@ -27,7 +27,7 @@ def instrument(helpers: str, print_noted: str, at_entry: str) -> list[Edit]:
     """Device functions, the launch that calls `print_noted`, and what every other launch does first."""
     printing = f"  if (p.sm_scale == {PRINT}f) {{\n    {print_noted}\n    return;\n  }}"
     return [
-        ("kernel.cu", "#include <map>", "#include <cstdio>\n#include <map>"),
+        ("kernel.cu", "#include <algorithm>", "#include <algorithm>\n#include <cstdio>"),
         before("ptx.cuh", _BEFORE_HELPERS, helpers),
         before("kernel.cuh", _ENTRY, f"{printing}\n  {at_entry}"),
     ]

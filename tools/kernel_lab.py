@@ -12,7 +12,7 @@ READING a buffer before each (a flush that writes leaves dirty lines, whose writ
     python tools/kernel_lab.py --trace --variants rounds --cases "b32 L4096"    one block, step by step
     python tools/kernel_lab.py --stamps --cases "b32 L4096"   when the blocks reached each stage
 
-"base@FOLDER" is the variant of FOLDER/evenkv_cuda (sources with a patch of docs/plans, say). A case
+"base@FOLDER" is the variant of FOLDER/evenkv_cuda (sources with a change, say). A case
 that is spelled out, like "b16 L2048 kv8 fp8", need not be in the list.
 """
 
@@ -122,21 +122,19 @@ def edits_of(variant: str) -> list[kernel_edits.Edit]:
     return kernel_variants.VARIANTS[variant]
 
 
-def variant_solution(variant: str, spec: DecodeSpec) -> Solution:
+def variant_solution(
+    variant: str, spec: DecodeSpec, kernel: str = "evenkv_cuda", edits: list[kernel_edits.Edit] | None = None
+) -> Solution:
     """The packed solution with the variant's edits. An edit that hits nothing is an error."""
     folder = _FOLDER.search(variant)
-    kernel = (
-        load_kernel(Path(folder[1]) / "evenkv_cuda")
-        if folder
-        else find_kernel(Repository(Path()), "evenkv_cuda")
-    )
-    solution = pack_solution(kernel, spec)
+    manifest = load_kernel(Path(folder[1]) / kernel) if folder else find_kernel(Repository(Path()), kernel)
+    solution = pack_solution(manifest, spec)
     fields = solution.model_dump(mode="json")
     fields["name"] += f"_{variant}"
-    for file, text, replacement in edits_of(variant):
+    for file, text, replacement in edits_of(variant) if edits is None else edits:
         (source,) = (s for s in fields["sources"] if s["path"] == file)
         if text not in source["content"]:
-            raise SystemExit(f"variant {variant}: {file} does not hold {text!r}; amend kernel_variants.py")
+            raise SystemExit(f"variant {variant}: {file} does not hold {text!r}; amend its edits")
         source["content"] = source["content"].replace(text, replacement)
     return Solution.model_validate(fields)
 
@@ -270,7 +268,7 @@ def _printed(call: Any, arguments: list[Any], buffer: torch.Tensor) -> str:
         return file.read()
 
 
-def show_noted(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> None:
+def show_noted(variants: list[str], cases: list[LabCase], buffer: torch.Tensor, raw: bool) -> None:
     """Prints what the blocks of a launch noted: see kernel_stamps.py and kernel_trace.py."""
     for case in cases:
         arguments = draw(case)
@@ -282,7 +280,7 @@ def show_noted(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) 
                 flush(buffer)
                 call(*arguments)
                 printed = _printed(call, printing, buffer)
-            print(f"{variant}: {case.name}\n{tool.summarise(printed)}", flush=True)
+            print(f"{variant}: {case.name}\n{printed if raw else tool.summarise(printed)}", flush=True)
         del arguments
         torch.cuda.empty_cache()
 
@@ -296,6 +294,7 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--warm", action="store_true", help="no flush of L2 between replays")
     parser.add_argument("--stamps", action="store_true")
+    parser.add_argument("--raw", action="store_true", help="stamps and traces as they were noted")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("kernel_lab: wanted a CUDA GPU, found none.")
@@ -306,7 +305,11 @@ def main() -> None:
     suffix = STAMPED if chosen.stamps else TRACED if chosen.trace else ""
     variants = [variant + suffix for variant in variants]
     build_all({(variant, case.spec) for variant in variants for case in cases})
-    (show_noted if suffix else compare)(variants, cases, buffer[:1] if chosen.warm else buffer)
+    flushed = buffer[:1] if chosen.warm else buffer
+    if suffix:
+        show_noted(variants, cases, flushed, chosen.raw)
+    else:
+        compare(variants, cases, flushed)
 
 
 if __name__ == "__main__":

@@ -36,13 +36,18 @@ def _now(stage: str) -> str:
 _FORMAT = " ".join(f"{name}=%llu" for name in STAGES)
 _VALUES = ", ".join(f"row[{i}]" for i in range(len(STAGES)))
 _HELPERS = f"""
-__device__ unsigned long long block_stages[1024][{len(STAGES)}];
+__device__ unsigned long long block_stages[1024][{len(STAGES) + 1}];
 __device__ __forceinline__ unsigned long long global_time() {{
   unsigned long long t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
   return t;
 }}
 __device__ __forceinline__ void note_stage(int stage) {{ block_stages[{_BLOCK}][stage] = global_time(); }}
+__device__ __forceinline__ void note_sm() {{
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+  block_stages[{_BLOCK}][{len(STAGES)}] = sm;
+}}
 __device__ __forceinline__ void note_first(int stage) {{
   atomicMin(&block_stages[{_BLOCK}][stage], global_time());
 }}
@@ -52,7 +57,7 @@ __device__ __forceinline__ void note_last(int stage) {{
 __device__ __forceinline__ void print_stages() {{
   unsigned long long* row = block_stages[{_BLOCK}];
   if (row[0] != 0) {{
-    printf("stamp %d {_FORMAT}\\n", {_BLOCK}, {_VALUES});
+    printf("stamp %d sm=%llu {_FORMAT}\\n", {_BLOCK}, row[{len(STAGES)}], {_VALUES});
   }}
   for (int i = 0; i < {len(STAGES)}; ++i) row[i] = 0;
   row[{_SLOTS["first_end"]}] = ~0ull;
@@ -60,8 +65,12 @@ __device__ __forceinline__ void print_stages() {{
 """
 
 STAMPS: list[Edit] = [
-    *instrument(_HELPERS, "if (threadIdx.x == 0) print_stages();", f"if (threadIdx.x == 0) {_now('entry')}"),
-    after("kernel.cuh", "  __syncthreads();\n", f"  if (threadIdx.x == 0) {_now('schedule')}"),
+    *instrument(
+        _HELPERS,
+        "if (threadIdx.x == 0) print_stages();",
+        f"if (threadIdx.x == 0) {{ note_sm(); {_now('entry')} }}",
+    ),
+    after(_STREAM, "    __syncthreads();\n", f"    if (threadIdx.x == 0) {_now('schedule')}"),
     after(
         "kernel.cuh",
         "  merge_chunks(p, shared, schedule, place);\n",

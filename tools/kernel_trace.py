@@ -57,8 +57,10 @@ def _before(file: str, text: str, name: str) -> Edit:
 
 TRACE: list[Edit] = [
     *instrument(_HELPERS, "print_events();", _note("entry")),
-    _before("kernel.cuh", "  __syncthreads();\n", "ready"),
-    _after("kernel.cuh", "  __syncthreads();\n", "scheduled"),
+    _before("kernel.cuh", "    __syncthreads();  // the streams'", "ready"),
+    _before("kernel.cuh", "    const bool has_chunk =", "scheduled"),
+    _before(_STREAM, "    __syncthreads();\n", "ready"),
+    _before(_STREAM, "    if (!shared_.starts_anew) return false;\n", "scheduled"),
     _after(_STREAM, "    producer.produce(chunks_done);\n", "produce"),
     _before(_STREAM, "    begins_ = in_chunk_ = true;\n", "enter chunk"),
     _after(_STREAM, "        starts_before = tile.flags & kStartsBefore;\n", "q"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_edits import Edit
+from kernel_edits import Edit, after, before
 
 _TUNING = "constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 16384, 512};"
 
@@ -19,26 +19,30 @@ _FIFTEEN_SIXTEENTHS = "round == 0 ? per_worker - (per_worker >> 4) : per_worker 
 
 _ROUNDS = [_schedule(1024, 256)]
 
-# One round whose chunks end where requests of average length do, if that makes them at most 4 % longer: half
-# the cut requests, and none where a chunk holds whole ones. In a mixed batch it means fewer blocks, no more.
-_MAKE = (
-    "shared.schedule = make_schedule(static_cast<int64_t>(units) * shared.unit_slots, p.workers, tuning);\n"
-)
-_WHOLE_REQUESTS = (
-    _MAKE
-    + """    Schedule& s = shared.schedule;
-    const int32_t average = shared.unit_slots / max(p.batch, 1), equal = s.tail_slots;
-    if (s.tail_first == 0 && average > 0) {
-      const int32_t fitting = average >= equal ? (average + average / equal - 1) / (average / equal)
-                                               : (equal + average - 1) / average * average;
-      const int32_t chunk = static_cast<int32_t>(align_slots(fitting));
-      if (chunk >= equal && chunk - equal <= equal / 25) {
-        s.tail_slots = chunk;
-        s.num_chunks = static_cast<int32_t>(divide(s.total + chunk - 1, chunk));
-      }
-    }
-"""
-)
+_FIT = "  fit_chunks_to_requests(s, unit_slots / batch);\n"
+_SMALL = "kSmallSlotsPerWorker = 1024, kSmallMostTokens = 2560;"
+_SMALL_BLOCKS = "constexpr int kSmallWarps = 4, kSmallThreads = kSmallWarps * 32, kSmallStages = 2;"
+
+
+def _small(slots: int, tokens: int) -> Edit:
+    return ("tuning.cuh", _SMALL, f"kSmallSlotsPerWorker = {slots}, kSmallMostTokens = {tokens};")
+
+
+def _small_warps(warps: int) -> list[Edit]:
+    fewer = "kSmallResident = kHeadDim > 128 || kColumnBlocks > 1 ? 2 : 3"
+    return [
+        ("tuning.cuh", _SMALL_BLOCKS, _SMALL_BLOCKS.replace("Warps = 4", f"Warps = {warps}")),
+        ("tuning.cuh", fewer, "kSmallResident = 1"),
+    ]
+
+
+def _small_stages(stages: int) -> list[Edit]:
+    fewer = "kSmallResident = kHeadDim > 128 || kColumnBlocks > 1 ? 2 : 3"
+    return [
+        ("tuning.cuh", _SMALL_BLOCKS, _SMALL_BLOCKS.replace("Stages = 2", f"Stages = {stages}")),
+        ("tuning.cuh", fewer, "kSmallResident = 2"),
+    ]
+
 
 VARIANTS: dict[str, list[Edit]] = {
     "base": [],
@@ -46,12 +50,27 @@ VARIANTS: dict[str, list[Edit]] = {
     "rounds 7/8": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
     "rounds 15/16": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _FIFTEEN_SIXTEENTHS)],
     "rounds coarse": [_schedule(1024, 512)],
-    "whole requests": [("kernel.cuh", _MAKE, _WHOLE_REQUESTS)],
+    "not fitted": [("schedule.h", _FIT, "")],
+    "general": [_small(0, 0)],
+    "small from general": [_small(2048, 1 << 20)],
+    "small 8 warps": _small_warps(8),
+    "small 3 stages": _small_stages(3),
+    # What the launch and the way to the schedule take: nothing is computed.
+    "exit at entry": [before("kernel.cuh", "  const Schedule& schedule =", "  if (p.batch > 0) return;")],
+    "exit scheduled": [
+        after("streaming_warps.cuh", "    __syncthreads();\n", "    if (p_.batch > 0) in_chunk_ = false;"),
+        after("streaming_warps.cuh", "    cursor_.set_unit_slots(shared_.unit_slots);\n", "    __trap();"),
+        before("kernel.cuh", "    const bool has_chunk =", "    if (p.batch > 0) return;"),
+    ],
     "sums of 16": [("merging_warps.cuh", "kBatch = kQuads > 1 ? 4 : 8;", "kBatch = kQuads > 1 ? 4 : 16;")],
     "pairs from 1M": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = 1 << 20")],
     "pairs from 256k": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = 1 << 18")],
     "batch invariant": [
-        ("binding.cpp", "kBatchInvariant ? evenkv::kRequestChunkShift : 0", "evenkv::kRequestChunkShift")
+        (
+            "binding.cpp",
+            "kChoice == kBatchInvariant ? evenkv::kRequestChunkShift : 0",
+            "evenkv::kRequestChunkShift",
+        )
     ],
     "no policy": [("cursor.cuh", "copy_async_16<true>", "copy_async_16<false>")],
 }

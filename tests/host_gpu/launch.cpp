@@ -1,5 +1,7 @@
 // Runs the kernel's grid on the host: lanes in an order that a seed draws, a few blocks at a time.
 #include "kernel.cuh"
+#include "prepare.cuh"
+#include "small_kernel.cuh"
 
 #include <random>
 
@@ -12,10 +14,12 @@ constexpr int kIdleSteps = 20000;  // without progress: a deadlock
 using Warp = std::vector<std::unique_ptr<Lane>>;
 
 DecodeParams params;
-bool two_heads;
+bool two_heads, is_small;
 
 void enter() {
-  if (!two_heads) {
+  if (is_small) {
+    small_decode_kernel(params);
+  } else if (!two_heads) {
     decode_kernel<1>(params);
   } else if constexpr (kIsFp8 && kParts == 1) {
     decode_kernel<2>(params);
@@ -39,15 +43,18 @@ void step(Lane* lane) {
   setcontext(&lane->context);
 }
 
-std::unique_ptr<Block> make_block(uint32_t index, std::vector<Warp>& warps) {
-  const size_t bytes = two_heads ? sizeof(SharedMemory<2>) : sizeof(SharedMemory<1>);
+std::unique_ptr<Block> make_block(Index index, std::vector<Warp>& warps) {
+  const size_t bytes = is_small    ? sizeof(SmallShared)
+                       : two_heads ? sizeof(SharedMemory<2>)
+                                   : sizeof(SharedMemory<1>);
+  const uint32_t threads = is_small ? kSmallThreads : kThreads;
   auto block = std::make_unique<Block>();
   block->storage.assign(bytes + 128, 0xff);
   const auto address = reinterpret_cast<uintptr_t>(block->storage.data());
   block->shared = block->storage.data() + (128 - address % 128) % 128;
   block->index = index;
-  block->warps.resize(kThreads / 32);
-  for (uint32_t thread = 0; thread < kThreads; ++thread) {
+  block->warps.resize(threads / 32);
+  for (uint32_t thread = 0; thread < threads; ++thread) {
     if (thread % 32 == 0) warps.emplace_back();
     auto lane = std::make_unique<Lane>();
     lane->block = block.get();
@@ -56,6 +63,26 @@ std::unique_ptr<Block> make_block(uint32_t index, std::vector<Warp>& warps) {
     warps.back().push_back(std::move(lane));
   }
   return block;
+}
+
+// From a tensor's address to behind its last element.
+Memory memory_of(const void* data, int64_t elements, int64_t bytes) {
+  return {static_cast<const char*>(data), static_cast<const char*>(data) + elements * bytes};
+}
+
+// What the kernel's copies may read of this launch's inputs.
+std::vector<Memory> inputs_of(const DecodeParams& p) {
+  const auto cache = [&](const void* data, int64_t page, int64_t slot, int64_t head) {
+    const int64_t last = (p.num_pages - 1) * page + (p.page_size - 1) * slot + (p.num_kv_heads - 1) * head;
+    return memory_of(data, p.num_pages > 0 ? last + kHeadDim : 0, kElementBytes);
+  };
+  const int64_t last_query =
+      (p.batch - 1) * p.q_stride_batch + (int64_t{p.num_kv_heads} * kGroupSize - 1) * p.q_stride_head;
+  std::vector<Memory> found = {cache(p.k_cache, p.k_stride_page, p.k_stride_slot, p.k_stride_head),
+                               cache(p.v_cache, p.v_stride_page, p.v_stride_slot, p.v_stride_head),
+                               memory_of(p.q, last_query + kHeadDim, 2)};
+  if (p.k_scale != nullptr) found.push_back(memory_of(p.k_scale, p.num_kv_heads, 4));
+  return found;
 }
 
 }  // namespace host_gpu
@@ -71,37 +98,28 @@ int32_t shared_budget() { return kSharedBudget; }
 
 // Returns null, or what went wrong. Partials start as NaN, counters as zero; counters_left: those not zero
 // after the launch.
-const char* launch(const DecodeParams* p, int32_t heads, int32_t workers, int32_t blocks, int32_t resident,
-                   uint32_t seed, int32_t early, int32_t* counters_left) {
-  // As kernel.cu does.
-  const bool by_request = p->request_chunk_shift != 0;
-  const int64_t units = static_cast<int64_t>(p->num_kv_heads) * kParts / heads;
-  const int64_t unit_slots = static_cast<int64_t>(p->num_kv_indices) * p->page_size;
-  const bool one_round =
-      units * unit_slots <= static_cast<int64_t>(workers) * kScheduleTuning.single_round_slots;
-  const int64_t chunks = by_request ? units * request_chunks(unit_slots, p->batch, p->request_chunk_shift)
-                                    : static_cast<int64_t>(workers) * (one_round ? 1 : kChunksPerWorkerBound);
+const char* launch(const DecodeParams* p, int32_t heads, int32_t workers, int32_t resident, uint32_t seed,
+                   int32_t early, int32_t* counters_left) {
   params = *p;
-  params.slots_per_chunk = by_request ? 1 : 2;
-  params.most_request_chunks = static_cast<int32_t>(chunks);
-  const size_t slots = piece_slots(workers) + chunks * params.slots_per_chunk * heads;
-  std::vector<float4> partials(slots * kPartialFloats / 4, float4{NAN, NAN, NAN, NAN});
-  std::vector<int32_t> counters(kArrivals + max(chunks, int64_t{workers}) * 2, 0);
+  LaunchSizes sizes;
+  if (const char* error = prepare(params, workers, heads, sizes)) return error;
+  std::vector<float4> partials(sizes.partial_floats / 4, float4{NAN, NAN, NAN, NAN});
+  std::vector<int32_t> counters(sizes.counters, 0);
   params.partials = &partials[0].x;
   params.counters = counters.data();
-  params.workers = workers;
-  params.single_round_slots = one_round ? INT32_MAX : kScheduleTuning.single_round_slots;
-  set_page_divisor(params);
   two_heads = heads == 2;
-  grid = blocks;
+  is_small = false;
+  grid = sizes.blocks;
   copies_arrive_early = early;
   fault.clear();
+  readable = inputs_of(params);
 
   std::mt19937 random(seed);
   std::vector<std::unique_ptr<Block>> started;
   std::vector<Warp> warps;
   const auto start_block = [&] {
-    if (started.size() < grid) started.push_back(make_block(static_cast<uint32_t>(started.size()), warps));
+    if (started.size() < grid)
+      started.push_back(make_block({static_cast<uint32_t>(started.size()), 0, 0}, warps));
   };
   for (int i = 0; i < resident; ++i) start_block();
   uint64_t seen = progress;
@@ -129,6 +147,49 @@ const char* launch(const DecodeParams* p, int32_t heads, int32_t workers, int32_
   }
   *counters_left =
       static_cast<int32_t>(std::count_if(counters.begin(), counters.end(), [](int32_t c) { return c != 0; }));
+  return nullptr;
+}
+
+// A cluster at a time, all its blocks at once.
+const char* launch_small(const DecodeParams* p, int32_t splits, uint32_t seed, int32_t early) {
+  params = *p;
+  if (const char* error = set_rows(params, kElementBytes)) return error;
+  is_small = true;
+  grid = splits;
+  copies_arrive_early = early;
+  fault.clear();
+  readable = inputs_of(params);
+  std::mt19937 random(seed);
+  for (uint32_t request = 0; request < static_cast<uint32_t>(p->batch); ++request) {
+    for (uint32_t unit = 0; unit < static_cast<uint32_t>(p->num_kv_heads * kParts); ++unit) {
+      std::vector<std::unique_ptr<Block>> blocks;
+      std::vector<Warp> warps;
+      Cluster cluster;
+      for (uint32_t rank = 0; rank < static_cast<uint32_t>(splits); ++rank) {
+        blocks.push_back(make_block({rank, unit, request}, warps));
+        blocks.back()->cluster = &cluster;
+        cluster.blocks.push_back(blocks.back().get());
+      }
+      uint64_t seen = progress;
+      for (int idle = 0; !warps.empty();) {
+        const size_t chosen = random() % warps.size();
+        bool done = false;
+        for (int steps = 1 << random() % 8; steps > 0 && !done; --steps) {
+          done = true;
+          for (const auto& lane : warps[chosen]) {
+            if (lane->done) continue;
+            done = false;
+            step(lane.get());
+          }
+        }
+        if (!fault.empty()) return fault.c_str();
+        idle = progress == seen ? idle + 1 : 0;
+        seen = progress;
+        if (idle > kIdleSteps) return "a deadlock";
+        if (done) warps.erase(warps.begin() + static_cast<std::ptrdiff_t>(chosen));
+      }
+    }
+  }
   return nullptr;
 }
 

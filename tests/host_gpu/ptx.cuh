@@ -63,10 +63,19 @@ struct Barrier {
   int arrived = 0;
   uint32_t phase = 0;
 };
+struct Index {
+  uint32_t x, y, z;
+};
+struct Block;
+struct Cluster {
+  std::vector<Block*> blocks;
+  Barrier barrier;
+};
 struct Block {
   std::vector<uint8_t> storage;
   uint8_t* shared;
-  uint32_t index;
+  Index index;
+  Cluster* cluster = nullptr;
   Barrier barriers[16];
   std::vector<Exchange> warps;
 };
@@ -92,14 +101,15 @@ inline uint64_t progress;         // moves unless all lanes wait
 inline bool copies_arrive_early;  // at once, or only when a lane waits for them
 inline uint32_t grid;
 inline std::string fault;
+// What copies may read; empty: anything.
+struct Memory {
+  const char *begin, *end;
+};
+inline std::vector<Memory> readable;
 
 inline void give_way() {
   if (!_setjmp(current->resume)) _longjmp(scheduler, 1);
 }
-
-struct Index {
-  uint32_t x;
-};
 
 // Deposits the lane's words; returns all lanes' once they are there.
 inline const Words* collect(std::initializer_list<uint64_t> words) {
@@ -116,8 +126,7 @@ inline const Words* collect(std::initializer_list<uint64_t> words) {
   return exchange.words[phase & 1];
 }
 
-inline void barrier(int id, int threads, bool wait) {
-  Barrier& b = current->block->barriers[id];
+inline void meet(Barrier& b, int threads, bool wait) {
   const uint32_t phase = b.phase;
   if (++b.arrived == threads) {
     b.arrived = 0;
@@ -127,6 +136,8 @@ inline void barrier(int id, int threads, bool wait) {
     while (b.phase == phase) give_way();
   }
 }
+
+inline void barrier(int id, int threads, bool wait) { meet(current->block->barriers[id], threads, wait); }
 
 inline uint8_t* shared(uint32_t address) { return current->block->shared + address; }
 
@@ -194,9 +205,9 @@ inline uint32_t half_of(uint64_t word, int index) { return word >> 16 * index & 
 }  // namespace host_gpu
 }  // namespace evenkv
 
-#define threadIdx (evenkv::host_gpu::Index{evenkv::host_gpu::current->thread})
-#define blockIdx (evenkv::host_gpu::Index{evenkv::host_gpu::current->block->index})
-#define gridDim (evenkv::host_gpu::Index{evenkv::host_gpu::grid})
+#define threadIdx (evenkv::host_gpu::Index{evenkv::host_gpu::current->thread, 0, 0})
+#define blockIdx (evenkv::host_gpu::current->block->index)
+#define gridDim (evenkv::host_gpu::Index{evenkv::host_gpu::grid, 1, 1})
 
 template <typename T>
 T __ldg(const T* p) {
@@ -222,7 +233,9 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __syncwarp() { evenkv::host_gpu::collect({}); }
-inline void __syncthreads() { evenkv::host_gpu::barrier(0, evenkv::kThreads, true); }
+inline void __syncthreads() {
+  evenkv::host_gpu::barrier(0, static_cast<int>(evenkv::host_gpu::current->block->warps.size()) * 32, true);
+}
 template <typename T, typename U>
 T atomicAdd(T* p, U value) {
   const T before = *p;
@@ -276,6 +289,13 @@ void copy_async(uint32_t dst, const void* src, uint32_t valid) {
   const host_gpu::Copy copy = {host_gpu::shared(dst), static_cast<const uint8_t*>(src), valid, kBytes};
   const bool aligned = dst % kBytes == 0 && (valid == 0 || reinterpret_cast<uintptr_t>(src) % kBytes == 0);
   if (!aligned) host_gpu::fault = "a copy is not aligned";
+  const char* from = static_cast<const char*>(src);
+  bool inside = valid == 0 || host_gpu::readable.empty();
+  for (const auto& memory : host_gpu::readable) inside |= from >= memory.begin && from + valid <= memory.end;
+  if (!inside) {
+    host_gpu::fault = "a copy reads outside q, the caches and k_scale";
+    return;
+  }
   if (host_gpu::copies_arrive_early) {
     host_gpu::arrive(copy);
   } else {
@@ -305,6 +325,17 @@ void copy_async_wait() {
   }
 }
 inline void prefetch_l2(const void*) {}
+constexpr int kMostSplits = 8;  // blocks of a cluster that any device takes
+template <bool kOrders>
+inline void cluster_barrier() {
+  host_gpu::Cluster& cluster = *host_gpu::current->block->cluster;
+  const size_t threads = cluster.blocks.size() * cluster.blocks[0]->warps.size() * 32;
+  host_gpu::meet(cluster.barrier, static_cast<int>(threads), true);
+}
+inline const float* shared_of_rank(const float* own, int32_t rank) {
+  const auto at = reinterpret_cast<const uint8_t*>(own) - host_gpu::current->block->shared;
+  return reinterpret_cast<const float*>(host_gpu::current->block->cluster->blocks[rank]->shared + at);
+}
 inline void nap() { host_gpu::give_way(); }
 inline int32_t count_in_release(int32_t* counter) { return atomicAdd(counter, 1); }
 inline void acquire() {}

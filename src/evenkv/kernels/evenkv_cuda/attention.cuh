@@ -47,11 +47,37 @@ struct Attention {
     }
   }
 
-  // Starts a piece whose queries arrived. Lanes of column g hold head g.
+  // Starts a piece whose queries arrived.
   __device__ __forceinline__ void start(const DecodeParams& p, uint32_t stage) {
+    take_queries([&](int head, int byte) { return load_shared(stage + head * kQueryStride + byte); });
+    set_scale(p, p.k_scale == nullptr
+                     ? 1.0f
+                     : __uint_as_float(load_shared(stage + kColumnBlocks * 8 * kQueryStride)));
+  }
+
+  // Starts a piece from global memory; the loads are under way when it returns. set_scale must follow.
+  __device__ __forceinline__ void start_from_global(const DecodeParams& p, int32_t request, int32_t head0,
+                                                    int32_t heads) {
+    const char* rows =
+        static_cast<const char*>(p.q) + (request * p.q_stride_batch + head0 * p.q_stride_head) * 2;
+    take_queries([&](int head, int byte) {
+      return head < heads ? __ldg(reinterpret_cast<const uint32_t*>(rows + head * p.q_stride_head * 2 + byte))
+                          : 0u;
+    });
+  }
+
+  // What logits are multiplied by; waits for the queries where they are scaled too.
+  __device__ __forceinline__ void set_scale(const DecodeParams& p, float k_scale) {
+    logit_scale = p.sm_scale * kLog2e * k_scale;
+    if constexpr (kMmaHalf && !kQueryIsHalf) scale_query_to_half();
+  }
+
+ private:
+  // Lanes of column g hold head g. 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements 4c
+  // .. 4c + 3 of each 16. `load` gets a head and the byte within its row.
+  template <typename Load>
+  __device__ __forceinline__ void take_queries(const Load& load) {
     const int lane = threadIdx.x & 31;
-    // 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements 4c .. 4c + 3 of each 16.
-    const uint32_t own = stage + lane / 4 * kQueryStride + lane % 4 * (kIsFp8 ? 8 : 4);
 #pragma unroll
     for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll
@@ -59,7 +85,7 @@ struct Attention {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           q[step][n][half] =
-              load_shared(own + n * 8 * kQueryStride + step * 32 + (kIsFp8 ? half * 4 : half * 16));
+              load(n * 8 + lane / 4, lane % 4 * (kIsFp8 ? 8 : 4) + step * 32 + half * (kIsFp8 ? 4 : 16));
         }
         m[n][0] = m[n][1] = kNoMaximum;
         l[n][0] = l[n][1] = 0.0f;
@@ -67,11 +93,6 @@ struct Attention {
         for (int i = 0; i < 4; ++i) o[step][n][i] = 0.0f;
       }
     }
-    logit_scale = p.sm_scale * kLog2e;
-    if (p.k_scale != nullptr) {
-      logit_scale *= __uint_as_float(load_shared(stage + kColumnBlocks * 8 * kQueryStride));
-    }
-    if constexpr (kMmaHalf && !kQueryIsHalf) scale_query_to_half();
   }
 
   // bf16 q in fp16 keeps its 8 bits but not its range: scale all heads by one power of two.
@@ -108,6 +129,7 @@ struct Attention {
     }
   }
 
+ public:
   // Attends to one tile: K rows at `stage`, V rows behind them.
   __device__ __forceinline__ void attend(uint32_t stage, const Tile& tile) {
     float s[kTileRowBlocks][kColumnBlocks][4];

@@ -9,6 +9,7 @@
 #include "params.h"
 #include "scratch.h"
 #include "specialisation.h"
+#include "tuning.cuh"
 
 namespace {
 
@@ -40,9 +41,9 @@ std::string type_name(DLDataType type) {
   }
 }
 
-// -1 in `shape` accepts any size.
-void check(const char* name, const TensorView& t, DLDataType type, std::initializer_list<int64_t> shape,
-           DLDevice device) {
+// Says what is wrong with an argument that `check` does not take.
+[[noreturn, gnu::cold, gnu::noinline]] void refuse(const char* name, const TensorView& t, DLDataType type,
+                                                   std::initializer_list<int64_t> shape, DLDevice device) {
   const DLDataType got = t.dtype();
   if (got.code != type.code || got.bits != type.bits || got.lanes != 1) {
     TVM_FFI_THROW(TypeError) << name << ": wanted " << type_name(type) << ", got " << type_name(got);
@@ -65,36 +66,68 @@ void check(const char* name, const TensorView& t, DLDataType type, std::initiali
     for (int d = 0; d < t.ndim(); ++d) came += std::to_string(t.size(d)) + ", ";
     TVM_FFI_THROW(ValueError) << name << ": wanted shape [" << wanted << "], got [" << came << "]";
   }
-  if (t.ndim() > 0 && t.size(t.ndim() - 1) > 1 && t.stride(t.ndim() - 1) != 1) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted a last dimension of stride 1, got "
-                              << t.stride(t.ndim() - 1);
+  TVM_FFI_THROW(ValueError) << name << ": wanted a last dimension of stride 1, got "
+                            << t.stride(t.ndim() - 1);
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] void refuse_strides(const char* name) {
+  TVM_FFI_THROW(ValueError) << name << ": wanted a contiguous tensor; call .contiguous() on it";
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] void refuse_alignment(const char* name, int64_t bytes) {
+  TVM_FFI_THROW(ValueError) << name << ": wanted address and strides in multiples of " << bytes << " bytes";
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] void refuse_pages(int64_t pages) {
+  TVM_FFI_THROW(ValueError) << "kv_indices: wanted at most " << evenkv::kMostSlots
+                            << " slots (pages times page_size " << EVENKV_PAGE_SIZE << "), got " << pages
+                            << " pages; decode in two calls";
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] void report(const char* error) {
+  TVM_FFI_THROW(RuntimeError) << error;
+}
+
+// -1 in `shape` accepts any size. Every call comes through here for every tensor: short, messages elsewhere.
+// TensorView's own size() and stride() check their index each time.
+inline void check(const char* name, const TensorView& t, DLDataType type,
+                  std::initializer_list<int64_t> shape, DLDevice device) {
+  const DLDataType got = t.dtype();
+  const DLDevice on = t.device();
+  const int last = static_cast<int>(shape.size()) - 1;
+  bool good = got.code == type.code && got.bits == type.bits && got.lanes == 1 && on.device_type == kDLCUDA &&
+              on.device_id == device.device_id && t.ndim() == last + 1;
+  if (good) {
+    const int64_t* const sizes = t.shape().data();
+    for (int d = 0; d <= last; ++d) good &= shape.begin()[d] < 0 || sizes[d] == shape.begin()[d];
+    good &= sizes[last] <= 1 || t.strides().data()[last] == 1;
   }
+  if (!good) refuse(name, t, type, shape, device);
 }
 
-void check_contiguous(const char* name, const TensorView& t) {
-  if (!t.IsContiguous())
-    TVM_FFI_THROW(ValueError) << name << ": wanted a contiguous tensor; call .contiguous() on it";
+inline void check_contiguous(const char* name, const TensorView& t) {
+  if (!t.IsContiguous()) refuse_strides(name);
 }
 
-const char* data(const TensorView& t) { return static_cast<const char*>(t.data_ptr()); }
-
-// A dimension of size 1 has no stride to speak of.
-bool is_aligned(const TensorView& t, int64_t bytes) {
-  bool aligned = reinterpret_cast<uintptr_t>(data(t)) % bytes == 0;
+// What must be a multiple of the alignment, or'ed: address and strides in bytes. A dimension of size 1 has no
+// stride to speak of.
+inline uint64_t alignment_bits(const TensorView& t) {
+  const int64_t *const sizes = t.shape().data(), *const strides = t.strides().data();
+  uint64_t bits = reinterpret_cast<uintptr_t>(t.data_ptr());
   for (int d = 0; d + 1 < t.ndim(); ++d) {
-    aligned &= t.size(d) <= 1 || t.stride(d) * (t.dtype().bits / 8) % bytes == 0;
+    if (sizes[d] > 1) bits |= static_cast<uint64_t>(strides[d]) * (t.dtype().bits / 8);
   }
-  return aligned;
+  return bits;
 }
 
 // Rows are copied 16 bytes at a time (q: 4 where it must be).
-void check_alignment(const char* name, const TensorView& t, int64_t bytes) {
-  if (!is_aligned(t, bytes)) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted address and strides in multiples of " << bytes << " bytes";
-  }
+inline void check_alignment(const char* name, uint64_t bits, uint64_t bytes) {
+  if (bits & (bytes - 1)) refuse_alignment(name, static_cast<int64_t>(bytes));
 }
 
-template <bool kBatchInvariant>
+enum Choice { kByShapes, kGeneral, kBatchInvariant };
+
+template <Choice kChoice>
 void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_indptr, TensorView kv_indices,
 #if EVENKV_HAS_LAST_PAGE_LEN
          TensorView kv_last_page_len,
@@ -107,39 +140,41 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
                     P = EVENKV_PAGE_SIZE;
   const DLDevice device = q.device();
   check("q", q, kQueryType, {-1, H, D}, device);
-  const int64_t batch = q.size(0);
+  const int64_t batch = q.shape().data()[0];
   check("k_cache", k_cache, kKvType, {-1, P, K, D}, device);
-  check("v_cache", v_cache, kKvType, {k_cache.size(0), P, K, D}, device);
+  const int64_t num_pages = k_cache.shape().data()[0];
+  check("v_cache", v_cache, kKvType, {num_pages, P, K, D}, device);
   check("kv_indptr", kv_indptr, kInt32, {batch + 1}, device);
   check("kv_indices", kv_indices, kInt32, {-1}, device);
+  const int64_t num_kv_indices = kv_indices.shape().data()[0];
   check("output", output, kQueryType, {batch, H, D}, device);
   check("lse", lse, kFloat32, {batch, H}, device);
   check_contiguous("output", output);
   check_contiguous("lse", lse);
-  check_alignment("q", q, 4);
-  check_alignment("k_cache", k_cache, 16);
-  check_alignment("v_cache", v_cache, 16);
-  check_alignment("output", output, 16);
+  const uint64_t q_bits = alignment_bits(q);
+  check_alignment("q", q_bits, 4);
+  check_alignment("k_cache", alignment_bits(k_cache), 16);
+  check_alignment("v_cache", alignment_bits(v_cache), 16);
+  check_alignment("output", alignment_bits(output), 16);
 
-  if (kv_indices.size(0) * P > evenkv::kMostSlots) {
-    TVM_FFI_THROW(ValueError) << "kv_indices: wanted at most " << evenkv::kMostSlots
-                              << " slots (pages times page_size " << P << "), got " << kv_indices.size(0)
-                              << " pages; decode in two calls";
-  }
+  if (num_kv_indices * P > evenkv::kMostSlots) refuse_pages(num_kv_indices);
 
   evenkv::DecodeParams p{};
   p.q = q.data_ptr();
-  p.q_stride_batch = q.stride(0);
-  p.q_stride_head = q.stride(1);
-  p.q_copy_bytes = is_aligned(q, 16) ? 16 : 4;
+  const int64_t* strides = q.strides().data();
+  p.q_stride_batch = strides[0];
+  p.q_stride_head = strides[1];
+  p.q_copy_bytes = q_bits % 16 == 0 ? 16 : 4;
   p.k_cache = k_cache.data_ptr();
   p.v_cache = v_cache.data_ptr();
-  p.k_stride_page = k_cache.stride(0);
-  p.k_stride_slot = k_cache.stride(1);
-  p.k_stride_head = k_cache.stride(2);
-  p.v_stride_page = v_cache.stride(0);
-  p.v_stride_slot = v_cache.stride(1);
-  p.v_stride_head = v_cache.stride(2);
+  strides = k_cache.strides().data();
+  p.k_stride_page = strides[0];
+  p.k_stride_slot = strides[1];
+  p.k_stride_head = strides[2];
+  strides = v_cache.strides().data();
+  p.v_stride_page = strides[0];
+  p.v_stride_slot = strides[1];
+  p.v_stride_head = strides[2];
   p.kv_indptr = static_cast<const int32_t*>(kv_indptr.data_ptr());
   p.kv_indices = static_cast<const int32_t*>(kv_indices.data_ptr());
 #if EVENKV_HAS_LAST_PAGE_LEN
@@ -156,24 +191,25 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
   p.lse = static_cast<float*>(lse.data_ptr());
   p.batch = static_cast<int32_t>(batch);
   p.num_kv_heads = K;
-  p.num_pages = static_cast<int32_t>(k_cache.size(0));
+  p.num_pages = static_cast<int32_t>(num_pages);
   p.page_size = P;
-  p.num_kv_indices = static_cast<int32_t>(kv_indices.size(0));
+  p.num_kv_indices = static_cast<int32_t>(num_kv_indices);
   p.sm_scale = static_cast<float>(sm_scale);
-  p.request_chunk_shift = kBatchInvariant ? evenkv::kRequestChunkShift : 0;
+  p.request_chunk_shift = kChoice == kBatchInvariant ? evenkv::kRequestChunkShift : 0;
+  p.general_only = kChoice == kGeneral;
   void* stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
-  if (const char* error = evenkv::launch_decode(p, device.device_id, stream))
-    TVM_FFI_THROW(RuntimeError) << error;
+  if (const char* error = evenkv::launch_decode(p, device.device_id, stream)) report(error);
 }
 
 void fill_scratch(int64_t byte) {
-  if (const char* error = evenkv::fill_scratch(static_cast<int32_t>(byte)))
-    TVM_FFI_THROW(RuntimeError) << error;
+  if (const char* error = evenkv::fill_scratch(static_cast<int32_t>(byte))) report(error);
 }
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<false>);
-// A request's bits do not depend on the rest of the batch. Same arguments.
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_batch_invariant, run<true>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<kByShapes>);
+// The same arguments. A request's bits do not depend on the rest of the batch.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_batch_invariant, run<kBatchInvariant>);
+// The same arguments. Small problems too go to the general kernel: for tests and comparisons.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_general, run<kGeneral>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_scratch, fill_scratch);

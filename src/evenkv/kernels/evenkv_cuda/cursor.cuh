@@ -19,18 +19,19 @@ __device__ __forceinline__ int32_t page_of(const DecodeParams& p, int32_t slot) 
 // tables.
 struct Request {
   int32_t begin, length;
+  int32_t first_page, pages;
   bool poisoned;  // kv_last_page_len is out of range; the last page counts as full
 
   __device__ __forceinline__ Request(const DecodeParams& p, int32_t request) : poisoned(false) {
-    const int32_t page = __ldg(p.kv_indptr + request);
-    const int32_t pages = __ldg(p.kv_indptr + request + 1) - page;
+    first_page = __ldg(p.kv_indptr + request);
+    pages = __ldg(p.kv_indptr + request + 1) - first_page;
     int32_t last = p.page_size;
     if (p.kv_last_page_len != nullptr) {
       last = __ldg(p.kv_last_page_len + request);
       poisoned = last < 0 || last > p.page_size;
       if (poisoned) last = p.page_size;
     }
-    begin = page * p.page_size;
+    begin = first_page * p.page_size;
     length = pages > 0 ? (pages - 1) * p.page_size + last : 0;
   }
 };
@@ -99,10 +100,13 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row_base, int chunk) {
 class Cursor {
  public:
   __device__ __forceinline__ Cursor(const DecodeParams& p, int32_t unit_slots)
-      : p_(p),
-        lane_(threadIdx.x & 31),
-        unit_slots_(unit_slots),
-        id_limit_(min(page_of(p, unit_slots), p.num_kv_indices)) {}
+      : p_(p), lane_(threadIdx.x & 31) {
+    set_unit_slots(unit_slots);
+  }
+  __device__ __forceinline__ void set_unit_slots(int32_t unit_slots) {
+    unit_slots_ = unit_slots;
+    id_limit_ = min(page_of(p_, unit_slots), p_.num_kv_indices);
+  }
   __device__ __forceinline__ int32_t unit_slots() const { return unit_slots_; }
 
   // Starts a walk over `slots` positions from `unit`, `slot` on.
@@ -121,19 +125,32 @@ class Cursor {
     slot_ = min(max(slot_, begin_), unit_end_);
   }
 
+  // Starts a walk over `tokens` tokens of a known request.
+  __device__ __forceinline__ void begin_in_request(int32_t request, int32_t unit, const Request& span,
+                                                   int32_t token, int32_t tokens) {
+    unit_ = unit;
+    begin_ = span.begin;
+    length_ = span.length;
+    poison_flag_ = span.poisoned ? kPoisoned : 0;
+    slot_ = span.begin + token;
+    unit_end_ = slot_ + tokens;
+    left_ = 0;
+    in_piece_ = false;
+    first_request_ = request;
+    request_lane_ = 0;
+    load_ids(page_of(p_, slot_));
+  }
+
   // Moves to the next tile; false when the walk is over.
   __device__ __forceinline__ bool next() {
     if ((slot_ >= unit_end_ || slot_ - begin_ >= length_) && !seek()) return false;
-    const int32_t token = slot_ - begin_;
-    const int32_t count = min(min(kTileTokens, length_ - token), unit_end_ - slot_);
-    tile_slot_ = slot_;
-    tile_tokens_ = count;
-    flags_ = poison_flag_;
-    if (!in_piece_) flags_ |= kFirstOfPiece | (token > 0 ? kStartsBefore : 0);
-    slot_ += count;
-    const bool request_ends = token + count >= length_;
-    in_piece_ = !request_ends && slot_ < unit_end_;
-    if (!in_piece_) flags_ |= kLastOfPiece | (request_ends ? 0 : kEndsAfter);
+    take_tile();
+    return true;
+  }
+  // The same for a walk that begin_in_request started.
+  __device__ __forceinline__ bool next_in_request() {
+    if (slot_ >= unit_end_) return false;
+    take_tile();
     return true;
   }
 
@@ -181,11 +198,10 @@ class Cursor {
       const bool readable = static_cast<uint32_t>(id) < static_cast<uint32_t>(p_.num_pages);
       const uint32_t rows = __ballot_sync(kAllLanes, wanted && readable);
       unreadable = __ballot_sync(kAllLanes, wanted && !readable);
-      const int64_t page = wanted && readable ? id : 0;
-      const int64_t in_page = wanted && readable ? slot - index * p_.page_size : 0;
-      copy_rows(stage, keys, (page * p_.k_stride_page + in_page * p_.k_stride_slot) * kElementBytes, rows);
-      copy_rows(value_stage, values, (page * p_.v_stride_page + in_page * p_.v_stride_slot) * kElementBytes,
-                rows);
+      const uint32_t page = wanted && readable ? id : 0;
+      const uint32_t in_page = wanted && readable ? slot - index * p_.page_size : 0;
+      copy_rows(stage, keys, page * p_.k_page_units + in_page * p_.k_slot_units, rows);
+      copy_rows(value_stage, values, page * p_.v_page_units + in_page * p_.v_slot_units, rows);
     }
     return {first_request_ + request_lane_, unit_,
             flags_ | static_cast<uint32_t>(tile_tokens_) << Tile::kCountShift, unreadable};
@@ -196,6 +212,19 @@ class Cursor {
   __device__ __forceinline__ int32_t slots_left() const { return unit_end_ - slot_ + left_; }
 
  private:
+  __device__ __forceinline__ void take_tile() {
+    const int32_t token = slot_ - begin_;
+    const int32_t count = min(min(kTileTokens, length_ - token), unit_end_ - slot_);
+    tile_slot_ = slot_;
+    tile_tokens_ = count;
+    flags_ = poison_flag_;
+    if (!in_piece_) flags_ |= kFirstOfPiece | (token > 0 ? kStartsBefore : 0);
+    slot_ += count;
+    const bool request_ends = token + count >= length_;
+    in_piece_ = !request_ends && slot_ < unit_end_;
+    if (!in_piece_) flags_ |= kLastOfPiece | (request_ends ? 0 : kEndsAfter);
+  }
+
   // Finds the next token after a request or a unit ended.
   __device__ __forceinline__ bool seek() {
 #pragma unroll 1
@@ -283,24 +312,24 @@ class Cursor {
       if (row + kRowsPerCopy < wanted) src += kRowsPerCopy * row_stride;
     }
   }
-  // `offset` (bytes) is that of the lane's row; rows not in the mask are zero-filled.
-  __device__ __forceinline__ void copy_rows(uint32_t dst, const char* base, int64_t offset, uint32_t rows) {
+  // `offset` (in units) is that of the lane's row; rows not in the mask are zero-filled.
+  __device__ __forceinline__ void copy_rows(uint32_t dst, const char* base, uint32_t offset, uint32_t rows) {
     const int chunk = lane_ % kLanesPerRow, first_row = lane_ / kLanesPerRow;
     base += chunk * 16;
     const uint32_t lane_dst = swizzled(swizzled_row(dst, first_row), chunk);
 #pragma unroll
     for (int i = 0; i < kTileTokens / kRowsPerCopy; ++i) {
       const int row = i * kRowsPerCopy + first_row;
-      const int64_t row_offset = __shfl_sync(kAllLanes, offset, row);
-      copy_async_16<true>(later_row(lane_dst, i * kRowsPerCopy), base + row_offset,
+      const uint64_t units = __shfl_sync(kAllLanes, offset, row);
+      copy_async_16<true>(later_row(lane_dst, i * kRowsPerCopy), base + units * p_.row_unit,
                           (rows >> row & 1) ? 16 : 0);
     }
   }
 
   const DecodeParams& p_;
   const int lane_;
-  const int32_t unit_slots_;  // slots of one unit
-  const int32_t id_limit_;    // page ids that may be read
+  int32_t unit_slots_;  // slots of one unit
+  int32_t id_limit_;    // page ids that may be read
   int32_t unit_ = 0, slot_ = 0, unit_end_ = 0, left_ = 0;
   int32_t tile_slot_ = 0, tile_tokens_ = 0;
   uint32_t flags_ = 0, poison_flag_ = 0;

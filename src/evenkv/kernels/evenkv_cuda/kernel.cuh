@@ -46,25 +46,19 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& p, SharedMem
   }
 }
 
-// The planning warp: how the line is cut, from the one number that only the device knows.
+// The planning warp: how the line is cut when kv_indptr counts other pages than kv_indices lists, or chunks
+// begin at requests.
 template <int kHeads>
-__device__ __forceinline__ void make_block_schedule(const DecodeParams& p, SharedMemory<kHeads>& shared) {
-  const int32_t lane = threadIdx.x & 31;
-  const int32_t pages = __ldg(p.kv_indptr + p.batch);
-  // The first requests' lines, to L1: every warp looks for its own there.
-  const int32_t first = lane * 32, batch = min(p.batch, 255);
-  const int32_t page = __ldg(p.kv_indptr + min(first, batch));
-  const int32_t last = p.kv_last_page_len == nullptr ? 0 : __ldg(p.kv_last_page_len + min(first, batch - 1));
-  if (((page | last) & INT32_MIN) != 0) shared.touched = 1;  // the loads must be of use
-  const int32_t units = p.num_kv_heads * kParts / kHeads;
-  if (lane == 0) {
+__device__ __forceinline__ void cut_anew(const DecodeParams& p, SharedMemory<kHeads>& shared, int32_t pages) {
+  if (threadIdx.x % 32 == 0) {
+    const int32_t units = p.num_kv_heads * kParts / kHeads;
     // Slots count in 32 bits; the binding keeps kv_indices within them, and what lies beyond is no valid
     // table.
-    const int64_t listed = static_cast<int64_t>(pages) * p.page_size;
-    shared.unit_slots = static_cast<int32_t>(min(max(listed, int64_t{0}), kMostSlots));
-    ScheduleTuning tuning = kScheduleTuning;
-    tuning.single_round_slots = p.single_round_slots;
-    shared.schedule = make_schedule(static_cast<int64_t>(units) * shared.unit_slots, p.workers, tuning);
+    const int64_t counted = static_cast<int64_t>(pages) * p.page_size;
+    // Nor does a worker get more slots than one round may have (single_round_slots).
+    const int64_t most = min(kMostSlots, int64_t{INT32_MAX / 2} * p.workers / units);
+    shared.unit_slots = static_cast<int32_t>(min(max(counted, int64_t{0}), most));
+    shared.schedule = cut_line(units, shared.unit_slots, p.batch, p.workers, tuning_of(p));
     if (p.request_chunk_shift != 0) {
       int32_t shift = p.request_chunk_shift;
       // Whatever kv_indptr says: scratch is never overrun.
@@ -73,17 +67,37 @@ __device__ __forceinline__ void make_block_schedule(const DecodeParams& p, Share
       shared.unit_chunks = static_cast<int32_t>(request_chunks(shared.unit_slots, p.batch, shift));
       shared.schedule.num_chunks = shared.unit_slots > 0 ? units * shared.unit_chunks : 0;
     }
+  }
+  __syncwarp();
+}
+
+// The planning warp's part of the start. Where kv_indices is as long as kv_indptr counts, the host knew how
+// the line is cut: the streams look for their requests at once, and begin to copy when this warp has seen
+// that it is so, a trip to memory later, which is what their own look took. Else they begin anew.
+template <int kHeads>
+__device__ __forceinline__ void start_block(const DecodeParams& p, SharedMemory<kHeads>& shared) {
+  const int32_t lane = threadIdx.x & 31, chunk = blockIdx.x;
+  const int32_t pages = __ldg(p.kv_indptr + p.batch);
+  // The first requests' lines, to L1: every warp looks for its own there.
+  const int32_t first = lane * 32, batch = min(p.batch, 255);
+  const int32_t page = __ldg(p.kv_indptr + min(first, batch));
+  const int32_t last = p.kv_last_page_len == nullptr ? 0 : __ldg(p.kv_last_page_len + min(first, batch - 1));
+  if (lane == 0) {
+    shared.unit_slots = p.expected_slots;
+    shared.schedule = p.expected;
     shared.wanted = shared.planned = shared.chunks_read = 0;
     shared.drawn = 1;
   }
   __syncwarp();
-  const int32_t chunk = blockIdx.x;
-  if (chunk < shared.schedule.num_chunks) {
-    const ChunkRange range = locate_chunk(p, shared, chunk);
-    if (lane == 0) {
-      shared.plans[0].chunk = chunk;
-      shared.plans[0].range = range;
-    }
+  const bool anew = pages != p.num_kv_indices || p.request_chunk_shift != 0;
+  if (anew) cut_anew(p, shared, pages);
+  if (((page | last) & INT32_MIN) != 0) shared.touched = 1;  // the loads must be of use
+  ChunkRange range = {0, 0};
+  if (chunk < shared.schedule.num_chunks) range = locate_chunk(p, shared, chunk);
+  if (lane == 0) {
+    shared.starts_anew = anew;
+    shared.plans[0].chunk = chunk;
+    shared.plans[0].range = range;
   }
 }
 
@@ -110,18 +124,27 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   SharedMemory<kHeads>& shared = *reinterpret_cast<SharedMemory<kHeads>*>(raw);
   const Schedule& schedule = shared.schedule;
   const int warp = threadIdx.x / 32;
-  if (warp == kWarps + kMergeWarps) make_block_schedule(p, shared);
-  if (warp >= kWarps && warp < kWarps + kMergeWarps) prefetch_inputs(p, shared);
-  __syncthreads();
-  const bool has_chunk = static_cast<int32_t>(blockIdx.x) < schedule.num_chunks;
-  if (warp == kWarps + kMergeWarps) {
-    if (has_chunk) plan_all_chunks(p, shared);
-    write_empty_requests(p);
-    return;
-  }
-  if (!has_chunk) return;
   int32_t place = 0;
-  if (warp < kWarps) place = stream_all_chunks(p, shared) - 1;
+  if (warp < kWarps) {
+    const int32_t chunks = stream_all_chunks(p, shared);
+    if (chunks == 0) return;
+    place = chunks - 1;
+  } else {
+    const bool plans = warp == kWarps + kMergeWarps;
+    if (plans) {
+      start_block(p, shared);
+    } else {
+      prefetch_inputs(p, shared);
+    }
+    __syncthreads();  // the streams' one is in stream_all_chunks
+    const bool has_chunk = static_cast<int32_t>(blockIdx.x) < schedule.num_chunks;
+    if (plans) {
+      if (has_chunk) plan_all_chunks(p, shared);
+      write_empty_requests(p);
+      return;
+    }
+    if (!has_chunk) return;
+  }
   merge_chunks(p, shared, schedule, place);
   // The last block to leave puts the tickets back to zero. Without tickets there may be blocks without a
   // chunk.

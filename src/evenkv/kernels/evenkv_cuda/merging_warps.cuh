@@ -2,8 +2,8 @@
 // streams.
 //
 // Work is a list of jobs (a sum of partials in token order each) times rows (a head of the block's unit
-// each), dealt to the warps. All kinds of job go through one loop: small code is what a cold instruction
-// cache needs.
+// each), dealt to the warps. All kinds of job go through one loop: code that a launch runs for the first time
+// takes two to three times as long, and most of this runs once.
 #pragma once
 
 #include "shared.cuh"
@@ -97,8 +97,8 @@ __device__ __forceinline__ bool arrive_last(int32_t* counter, int32_t expected) 
   // Cumulative: covers the writes of all threads that the barrier before ordered.
   const bool last = count_in_release(counter) == expected - 1;
   if (last) {
+    acquire();  // before the store, for which it would wait
     *counter = 0;
-    acquire();
   }
   return last;
 }

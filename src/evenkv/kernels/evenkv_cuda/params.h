@@ -4,45 +4,59 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "schedule.h"
+
 namespace evenkv {
 
 // kv_indices may list this many slots: with it, sums of two slot counts fit 32 bits.
 constexpr int64_t kMostSlots = int64_t{1} << 30;
 
-// Batch-invariant bits: chunks of 2048 slots that begin at each request. Smaller ones would cost more ends of
-// chunks, larger ones leave SMs idle in small batches.
-constexpr int32_t kRequestChunkShift = 11;
-
-// Inputs and outputs of one call. Strides are in elements; the last dimension's stride is 1.
+// Inputs and outputs of one call, and what the launcher adds. Strides are in elements; the last dimension's
+// stride is 1. A launch finds its parameters cold, a line of constant memory after the other: what is needed
+// first stands first.
 struct DecodeParams {
-  const void* q;  // [batch, num_qo_heads, head_dim]
-  int64_t q_stride_batch, q_stride_head;
+  const int32_t* kv_indptr;         // [batch + 1], pages
+  const int32_t* kv_indices;        // [num_kv_indices], page ids
+  const int32_t* kv_last_page_len;  // [batch], or null when page_size is 1
+  int32_t batch, page_size, num_kv_indices, num_kv_heads;
+  // Set by the launcher, up to the caches.
+  uint32_t page_multiplier;  // slot / page_size == slot * page_multiplier >> page_shift, below 2^31
+  int32_t page_shift;
+  // A unit's slots, if kv_indptr counts as many pages as kv_indices lists, and 1 / them; how the line is cut
+  // then, and the length of the blocks' first chunks and of the streams' parts of them.
+  int32_t expected_slots;
+  int32_t workers;  // what the chunk schedule divides by: thread blocks that fit the device
+  double inverse_slots;
+  int32_t first_slots, first_part_slots;
+  Schedule expected;
+
   const void* k_cache;  // [num_pages, page_size, num_kv_heads, head_dim], any strides
   const void* v_cache;
   int64_t k_stride_page, k_stride_slot, k_stride_head;
   int64_t v_stride_page, v_stride_slot, v_stride_head;
-  const int32_t* kv_indptr;         // [batch + 1], pages
-  const int32_t* kv_indices;        // [num_kv_indices], page ids
-  const int32_t* kv_last_page_len;  // [batch], or null when page_size is 1
-  const float* k_scale;             // [num_kv_heads], or null
-  const float* v_scale;             // [num_kv_heads], or null
-  void* output;                     // [batch, num_qo_heads, head_dim], contiguous
-  float* lse;                       // [batch, num_qo_heads], contiguous, base 2
-  int32_t batch, num_kv_heads, num_pages, page_size, num_kv_indices;
+  int32_t num_pages;
+  // Set by the launcher: page and slot strides in units of row_unit bytes, with which 32 bits reach every
+  // row.
+  uint32_t row_unit, k_page_units, k_slot_units, v_page_units, v_slot_units;
+  const void* q;  // [batch, num_qo_heads, head_dim]
+  int64_t q_stride_batch, q_stride_head;
+  const float* k_scale;  // [num_kv_heads], or null
   float sm_scale;
   int32_t q_copy_bytes;  // 16 where all rows of q are aligned to it, else 4
+
+  const float* v_scale;  // [num_kv_heads], or null
+  void* output;          // [batch, num_qo_heads, head_dim], contiguous
+  float* lse;            // [batch, num_qo_heads], contiguous, base 2
   // Chunks that begin at each request's first token and have 2^request_chunk_shift slots; 0: the line is cut
   // evenly.
   int32_t request_chunk_shift;
+  int32_t general_only;  // not 0: the kernel for small problems is out of the question
   // Set by the launcher.
-  float* partials;           // scratch: any content
-  int32_t* counters;         // zero before a launch, zero again after it
-  int32_t workers;           // what the chunk schedule divides by: thread blocks that fit the device
-  uint32_t page_multiplier;  // slot / page_size == slot * page_multiplier >> page_shift, below 2^31
-  int32_t page_shift;
   int32_t single_round_slots;   // of the schedule's tuning
   int32_t most_request_chunks;  // with request_chunk_shift: what scratch and counters are for
   int32_t slots_per_chunk;      // scratch slots: see chunk_slot
+  float* partials;              // scratch: any content
+  int32_t* counters;            // zero before a launch, zero again after it
 };
 
 // Division by a run-time number costs 20 instructions at every use; by multiplication it costs three.
@@ -53,7 +67,35 @@ inline void set_page_divisor(DecodeParams& p) {
   p.page_multiplier = static_cast<uint32_t>(((uint64_t{1} << p.page_shift) + p.page_size - 1) / p.page_size);
 }
 
-// Enqueues the kernel on `stream` of `device`. Returns null, or a static message that says what failed.
-const char* launch_decode(DecodeParams params, int32_t device, void* stream);
+// Page divisor and row strides. Null, or why the caches cannot be read.
+inline const char* set_rows(DecodeParams& p, int64_t element_bytes) {
+  set_page_divisor(p);
+  // A dimension of size 1 has no stride to speak of.
+  const int64_t pages = p.num_pages > 1 ? element_bytes : 0, slots = p.page_size > 1 ? element_bytes : 0;
+  const int64_t strides[] = {p.k_stride_page * pages, p.k_stride_slot * slots, p.v_stride_page * pages,
+                             p.v_stride_slot * slots};
+  int64_t unit = 4096;
+  for (const int64_t stride : strides) {
+    if (stride < 0) return "k_cache, v_cache: wanted strides of 0 and more, got a negative one";
+    while (stride % unit != 0) unit /= 2;
+  }
+  for (int kv = 0; kv < 2; ++kv) {
+    const int64_t reach = strides[2 * kv] / unit * p.num_pages + strides[2 * kv + 1] / unit * p.page_size;
+    if (reach > int64_t{UINT32_MAX}) {
+      return "k_cache, v_cache: larger than 2^32 times the power of two that all page and slot strides "
+             "share; wanted rows at multiples of 256 bytes";
+    }
+  }
+  p.row_unit = static_cast<uint32_t>(unit);
+  p.k_page_units = static_cast<uint32_t>(strides[0] / unit);
+  p.k_slot_units = static_cast<uint32_t>(strides[1] / unit);
+  p.v_page_units = static_cast<uint32_t>(strides[2] / unit);
+  p.v_slot_units = static_cast<uint32_t>(strides[3] / unit);
+  return nullptr;
+}
+
+// Sets the launcher's part of `params` and enqueues the kernel on `stream` of `device`. Returns null, or a
+// static message that says what failed.
+const char* launch_decode(DecodeParams& params, int32_t device, void* stream);
 
 }  // namespace evenkv

@@ -19,9 +19,13 @@ __device__ __forceinline__ ChunkRange locate_chunk(const DecodeParams& p, const 
   if (request >= p.batch) return {unit_begin, unit_begin};
   const Request span(p, request);
   const int32_t token = (in_unit - ((span.begin >> shift) + request)) << shift;
-  if (token < 0 || token >= span.length) return {unit_begin, unit_begin};
-  const int64_t begin = unit_begin + span.begin + token;
-  return {begin, begin + min(1 << shift, span.length - token)};
+  // A kv_indptr that falls may begin a request anywhere: nothing outside the unit.
+  const int64_t slot = static_cast<int64_t>(span.begin) + token;
+  if (token < 0 || token >= span.length || slot < 0 || slot >= shared.unit_slots)
+    return {unit_begin, unit_begin};
+  const int64_t slots = min(int64_t{1} << shift, static_cast<int64_t>(span.length - token));
+  return {unit_begin + slot,
+          unit_begin + (slot + slots < shared.unit_slots ? slot + slots : shared.unit_slots)};
 }
 
 // Where a cut request begins and ends.

@@ -56,6 +56,30 @@ __device__ __forceinline__ int32_t count_in_release(int32_t* counter) {
 }
 __device__ __forceinline__ void acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// Clusters of blocks (sm_90): a barrier, and an address of another block's shared memory. Lanes may come to
+// the barrier from a loop apart from each other. kOrders: what was written before it is seen after it, which
+// costs a fence.
+constexpr int kMostSplits = 8;  // blocks of a cluster that any device takes
+template <bool kOrders>
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kOrders) {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  } else {
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+  }
+#endif
+}
+__device__ __forceinline__ const float* shared_of_rank(const float* own, int32_t rank) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(own), "r"(rank));
+  return reinterpret_cast<const float*>(address);
+#else
+  return own;
+#endif
+}
+
 // A warp that waits for others leaves them the issue slots.
 __device__ __forceinline__ void nap() { asm volatile("nanosleep.u32 100;"); }
 

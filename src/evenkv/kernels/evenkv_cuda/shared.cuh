@@ -9,6 +9,13 @@ namespace evenkv {
 // begins with it, and groups of the cut request that begins in it. All are zero between launches.
 constexpr int kTicket = 0, kLeft = 1, kArrivals = 2;
 
+// How this launch's line is cut: see prepare.
+EVENKV_HOST_DEVICE ScheduleTuning tuning_of(const DecodeParams& p) {
+  ScheduleTuning tuning = kScheduleTuning;
+  tuning.single_round_slots = p.single_round_slots;
+  return tuning;
+}
+
 // A chunk of the block, by its place in the block's sequence. Written by the planning warp.
 struct Plan {
   int32_t chunk;  // num_chunks or more: the sequence is over
@@ -34,6 +41,7 @@ struct SharedMemory {
   int32_t drawn;                          // places whose chunk is known
   int32_t planned;                        // places whose plan is complete
   int32_t chunks_read;                    // chunks whose pieces the merging warps are through with
+  int32_t starts_anew;                    // the line is not cut as expected: see start_block
   int32_t touched;                        // never read: see touch
 };
 

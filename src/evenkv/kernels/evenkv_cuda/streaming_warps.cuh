@@ -12,13 +12,19 @@ class Producer {
   __device__ __forceinline__ Producer(const DecodeParams& p, SharedMemory<kHeads>& shared)
       : p_(p),
         shared_(shared),
-        cursor_(p, shared.unit_slots),
+        cursor_(p, p.expected_slots),
+        inverse_slots_(p.inverse_slots),
         ring_(shared_address(shared.ring[threadIdx.x / 32])),
         tiles_(shared.tiles[threadIdx.x / 32]) {}
 
   // Enqueues the next tile, if there is one and it is at most one chunk ahead of `chunks_done`.
   __device__ __forceinline__ void produce(int32_t chunks_done) {
-    if (!in_chunk_ && !at_end_ && chunks_begun_ <= chunks_done + 1) enter_chunk();
+    if (!in_chunk_ && !at_end_ && chunks_begun_ <= chunks_done + 1) {
+#pragma unroll 1
+      do {
+        enter_chunk();
+      } while (!confirmed_ && starts_anew());
+    }
     if (!in_chunk_) return;
     const int lane = threadIdx.x & 31, sub = threadIdx.x / 32 % kHeads;
     const int stage = produced_ % kStages;
@@ -56,26 +62,48 @@ class Producer {
   __device__ __forceinline__ int32_t produced() const { return produced_; }
 
  private:
-  // The block's next chunk, which the planning warp drew.
+  // After the first chunk was entered as expected: whether it must be entered again (see start_block). The
+  // block's first barrier.
+  __device__ __forceinline__ bool starts_anew() {
+    confirmed_ = true;
+    __syncwarp();
+    __syncthreads();
+    if (!shared_.starts_anew) return false;
+    cursor_.set_unit_slots(shared_.unit_slots);
+    inverse_slots_ = 1.0 / shared_.unit_slots;
+    in_chunk_ = at_end_ = false;
+    chunks_begun_ = 0;
+    return true;
+  }
+
+  // The block's next chunk: the expected one, which takes few instructions since all streams of the device
+  // wait for them, later what the planning warp drew.
   __device__ __forceinline__ void enter_chunk() {
-    const int32_t place = chunks_begun_;
-    const bool more = place == 0 || hands_out_tickets(shared_.schedule);
-    if (more) {
-      while (read_shared(&shared_.drawn) <= place) {
-      }
-    }
-    const Plan& plan = shared_.plans[place % kPlans];
-    if (!more || read_shared(&plan.chunk) >= shared_.schedule.num_chunks) {
-      at_end_ = true;
-      return;
-    }
     constexpr int kBlockParts = kWarps / kHeads;
     const int part = threadIdx.x / 32 / kHeads;
-    const ChunkRange range = {read_shared(&plan.range.begin), read_shared(&plan.range.end)};
-    const int32_t part_slots = slots_of_part(range, kBlockParts);
+    ChunkRange range;
+    int32_t part_slots = p_.first_part_slots;
+    if (!confirmed_) {
+      at_end_ = static_cast<int32_t>(blockIdx.x) >= p_.expected.num_chunks;
+      if (at_end_) return;
+      range.begin = static_cast<int64_t>(blockIdx.x) * p_.first_slots;
+      range.end = min(range.begin + p_.first_slots, p_.expected.total);
+    } else {
+      const int32_t place = chunks_begun_;
+      const bool more = place == 0 || hands_out_tickets(shared_.schedule);
+      if (more) {
+        while (read_shared(&shared_.drawn) <= place) {
+        }
+      }
+      const Plan& plan = shared_.plans[place % kPlans];
+      at_end_ = !more || read_shared(&plan.chunk) >= shared_.schedule.num_chunks;
+      if (at_end_) return;
+      range = {read_shared(&plan.range.begin), read_shared(&plan.range.end)};
+    }
+    if (range.end - range.begin != p_.first_slots) part_slots = slots_of_part(range, kBlockParts);
     const int64_t begin = range.begin + static_cast<int64_t>(part) * part_slots;
     const int32_t slots = static_cast<int32_t>(min(static_cast<int64_t>(part_slots), range.end - begin));
-    const int32_t unit = static_cast<int32_t>(divide(begin, cursor_.unit_slots()));
+    const int32_t unit = static_cast<int32_t>(divide_with(begin, cursor_.unit_slots(), inverse_slots_));
     cursor_.begin(unit, static_cast<int32_t>(begin - static_cast<int64_t>(unit) * cursor_.unit_slots()),
                   slots);
     begins_ = in_chunk_ = true;
@@ -87,6 +115,7 @@ class Producer {
   const DecodeParams& p_;
   SharedMemory<kHeads>& shared_;
   Cursor cursor_;
+  double inverse_slots_;  // of a unit
   const uint32_t ring_;
   Tile* const tiles_;
   int32_t produced_ = 0, chunks_begun_ = 0;
@@ -94,6 +123,7 @@ class Producer {
   bool more_tiles_ = false;  // the cursor stands on a tile
   bool in_chunk_ = false;    // the chunk's last tile was not enqueued yet
   bool at_end_ = false;      // no chunk is left
+  bool confirmed_ = false;   // how the line is cut is known
   bool announced_ = false;   // the planning warp knows that the next chunk will be wanted
 };
 

@@ -68,15 +68,15 @@ constexpr int kThreads = kStreamThreads + kMergeThreads + 32;
 
 constexpr int kPartialStride = kHeadDim + 4;  // floats a head: O, then m, l and padding (spreads the banks)
 constexpr int kPartialFloats = kUnitHeads * kPartialStride;
-constexpr int kSmallBytes = 1024;  // tiles' descriptions, schedule, plans: SharedMemory checks it
+constexpr int kSharedRest = 1024;  // tiles' descriptions, schedule, plans: SharedMemory checks it
 // A warp leaves its cut piece in shared memory where groups up to 8 let it fit, else in scratch.
 constexpr bool kPiecesInShared =
-    kUnitHeads <= 8 && kWarps * (2 * kStageBytes + kPartialFloats * 4) + kSmallBytes <= kSharedBudget;
+    kUnitHeads <= 8 && kWarps * (2 * kStageBytes + kPartialFloats * 4) + kSharedRest <= kSharedBudget;
 constexpr int kPieceBytes = kPiecesInShared ? kPartialFloats * 4 : 0;
 constexpr int kPieceSlots =
     kPiecesInShared ? 1 : 2;    // a warp's pieces in scratch: the early one, and the last
 constexpr int kMostStages = 4;  // beyond, small tiles only lengthen the list of descriptions
-constexpr int kStagesThatFit = (kSharedBudget - kWarps * kPieceBytes - kSmallBytes) / kWarps / kStageBytes;
+constexpr int kStagesThatFit = (kSharedBudget - kWarps * kPieceBytes - kSharedRest) / kWarps / kStageBytes;
 constexpr int kStages = kStagesThatFit < kMostStages ? kStagesThatFit : kMostStages;
 constexpr int kRingBytes = kStages * kStageBytes;
 static_assert(kStages >= 2, "no room for two tiles a warp");
@@ -86,7 +86,7 @@ static_assert(kStages >= 2, "no room for two tiles a warp");
 constexpr float kRescaleThreshold = 8.0f;
 
 // The planning warp draws the next chunk when a warp's part of the present one has this many slots left: six
-// tiles take some 7 us, its trips to memory under load up to 5.
+// tiles take some 7 us, its trips to memory under load 3 to 9.
 constexpr int32_t kPlanAheadSlots = 6 * kTileTokens;
 
 // min_chunk: one tile for each warp. single_round_slots and tail_chunk: see docs/kernel-log.md.
@@ -94,8 +94,21 @@ constexpr int32_t kPlanAheadSlots = 6 * kTileTokens;
 // begin and end still cost more than the balance gains.
 constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 16384, 512};
 
+// Small problems (small_kernel.cuh): blocks of few warps, three an SM where registers and shared memory let
+// them, since clusters rarely fill the SMs evenly: two an SM, with a deeper ring, took 30 % longer at b8
+// L1024.
+constexpr int kSmallWarps = 4, kSmallThreads = kSmallWarps * 32, kSmallStages = 2;
+constexpr int kSmallResident = kHeadDim > 128 || kColumnBlocks > 1 ? 2 : 3;
+// Up to this many slots of all units an SM, and tokens that a block may have to take when one request holds
+// all of them (40 tiles a warp, as long as the general kernel takes).
+constexpr int64_t kSmallSlotsPerWorker = 1024, kSmallMostTokens = 2560;
+
 // kv_indices up to this length goes to L2 at the start (1 MB): a cold trip less before the first copies.
 constexpr int32_t kPrefetchedIds = 1 << 18;
+
+// Batch-invariant bits: chunks of 2048 slots that begin at each request. Smaller ones would cost more ends of
+// chunks, larger ones leave SMs idle in small batches.
+constexpr int32_t kRequestChunkShift = 11;
 
 // fp8 caches with an even number of KV heads: two heads a block from this many slots (all heads) on.
 constexpr int64_t kPairHeadsFromSlots = 1 << 21;
