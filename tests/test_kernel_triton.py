@@ -220,7 +220,7 @@ constants = dict(
     K_SLOT_STRIDE=256, V_SLOT_STRIDE=256, MAX_CHUNKS=2112, NUM_KV_HEADS=2,
     GROUP=5, ROWS=chosen.rows, MERGE_ROWS=chosen.merge_rows, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
     EVEN_UNITS=256, TILE=chosen.tile, STREAMS=chosen.streams, RUN=tuning.RUN_TOKENS,
-    PAIRS=scaled, MIN_UNITS=8, FAN=tuning.FAN, UNROLL=chosen.unroll, SEARCH=tuning.SEARCH_BLOCK,
+    PAIRS=cache == "fp8e4nv", MIN_UNITS=8, FAN=tuning.FAN, UNROLL=chosen.unroll, SEARCH=tuning.SEARCH_BLOCK,
     COMPUTE=tl.float16 if scaled else tl.bfloat16,
 )
 if page_size == 1:
@@ -246,6 +246,7 @@ print(built.metadata.shared)
     ("cache", "page_size", "arch", "shared"),
     [
         pytest.param("fp8e4nv", 1, 90, 57_344, id="sm_90-e4m3-ps1"),
+        pytest.param("fp8e5", 16, 90, 57_344, id="sm_90-e5m2-ps16"),
         pytest.param("bf16", 16, 80, 40_960, id="sm_80-bf16-ps16"),
     ],
 )

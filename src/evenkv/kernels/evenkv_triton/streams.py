@@ -141,6 +141,7 @@ def attend_streams(
     K_SLOT: tl.constexpr = K_SLOT_STRIDE // 2 if PAIRS else K_SLOT_STRIDE
     V_SLOT: tl.constexpr = V_SLOT_STRIDE // 2 if PAIRS else V_SLOT_STRIDE
     RUNS: tl.constexpr = 1 if PAGE_SIZE % RUN == 0 else RUN
+    NOTHING: tl.constexpr = 0 if PAIRS else 0.0  # Triton 3.6 makes no fp8 of an integer
     if PAIRS:
         even, odd = tl.split(tl.reshape(query, [ROWS, WIDTH, 2]))
         k_head_ptr = k_head_ptr.to(tl.pointer_type(tl.int16))
@@ -176,8 +177,8 @@ def attend_streams(
         live = (step < rows)[:, :, None]
         k_offset = (page * k_page_stride + slot * K_SLOT)[:, :, None]
         v_offset = (page * v_page_stride + slot * V_SLOT)[:, :, None]
-        k_tile = tl.load(k_head_ptr + k_offset + k_row, mask=live, other=0)
-        v_tile = tl.load(v_head_ptr + v_offset + v_row, mask=live, other=0)
+        k_tile = tl.load(k_head_ptr + k_offset + k_row, mask=live, other=NOTHING)
+        v_tile = tl.load(v_head_ptr + v_offset + v_row, mask=live, other=NOTHING)
         if PAIRS:
             k_even, k_odd = widen_pairs(k_tile)
             v_even, v_odd = widen_pairs(v_tile)
