@@ -44,12 +44,23 @@ def _small_stages(stages: int) -> list[Edit]:
     ]
 
 
+# Half the warps and shared memory a block: one block's end beside the other's stream.
+_TWO_BLOCKS: list[Edit] = [
+    ("tuning.cuh", "? 232448", "? 115200"),
+    ("tuning.cuh", "kWarps == 8 ? 3 : kColumnBlocks > 1 ? 1 : 2", "kWarps == 8 ? 3 : 1"),
+    _schedule(8192, 256),
+    ("kernel.cu", "prepare(p, *workers, kHeads", "prepare(p, *workers * 2, kHeads"),
+    ("kernel.cuh", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 2)"),
+]
+
 VARIANTS: dict[str, list[Edit]] = {
     "base": [],
     "rounds": _ROUNDS,
     "rounds 7/8": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
     "rounds 15/16": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _FIFTEEN_SIXTEENTHS)],
     "rounds coarse": [_schedule(1024, 512)],
+    "one round up to 32k": [_schedule(32768, 512)],
+    "two blocks an SM": _TWO_BLOCKS,
     "not fitted": [("schedule.h", _FIT, "")],
     "general": [_small(0, 0)],
     "small from general": [_small(2048, 1 << 20)],
@@ -64,7 +75,9 @@ VARIANTS: dict[str, list[Edit]] = {
     ],
     "sums of 16": [("merging_warps.cuh", "kBatch = kQuads > 1 ? 4 : 8;", "kBatch = kQuads > 1 ? 4 : 16;")],
     "pairs from 1M": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = 1 << 20")],
-    "pairs from 256k": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = 1 << 18")],
+    "pairs never": [
+        ("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = int64_t{1} << 40")
+    ],
     "batch invariant": [
         (
             "binding.cpp",
