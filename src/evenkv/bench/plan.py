@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from evenkv.bench import grid
 from evenkv.bench.case import Case, Family
-from evenkv.bench.effort import CAPTURE_WARM_UP_CALLS, ROUNDS, effort
+from evenkv.bench.effort import CAPTURE_WARM_UP_CALLS, HOST_WARM_UP_CALLS, ROUNDS, effort
 from evenkv.bench.record import MIN_ITERATIONS
 from evenkv.errors import EvenkvError
 
@@ -89,7 +89,7 @@ def implementation_seconds(impl: str, case: Case, iterations: int, copy_gbps: fl
     calls = settings * (1 + CAPTURE_WARM_UP_CALLS)
     calls += settings * more.trial if settings > 1 else 0
     calls += 1 + ROUNDS * more.warm_up + iterations  # the check, the rounds
-    by_hand = more.warm_up + more.eager + more.host
+    by_hand = more.warm_up + more.eager + HOST_WARM_UP_CALLS + more.host
     calls += by_hand + more.wall
     host = settings * _PREPARE_S + _CHECK_S + (ROUNDS + 1) * _ROUND_S + by_hand * _HOST_CALL_S
     return calls * (call_us + _BEFORE_CALL_US) * 1e-6 + host

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from evenkv.bench.device.spans import Record, StrayWork, spans
-from evenkv.bench.effort import CAPTURE_WARM_UP_CALLS
+from evenkv.bench.effort import CAPTURE_WARM_UP_CALLS, HOST_WARM_UP_CALLS
 from evenkv.errors import EvenkvError
 
 Call = Callable[[], None]
@@ -161,8 +161,13 @@ def make_timer(name: str) -> Timer:
 
 
 def host_times(call: Call, before: Sequence[Call], wait: Call = torch.cuda.synchronize) -> list[float]:
-    """Microseconds of CPU time that each call takes to return; the device's queue is empty before each."""
+    """Microseconds of CPU time that each call takes to return; the device's queue is empty before each.
+
+    HOST_WARM_UP_CALLS come first, not timed.
+    """
     times = []
+    for _ in range(HOST_WARM_UP_CALLS):
+        call()
     for prepare in before:
         prepare()
         wait()
