@@ -53,6 +53,18 @@ _TWO_BLOCKS: list[Edit] = [
     ("kernel.cuh", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 2)"),
 ]
 
+# More blocks for a long request among short ones than any device takes; an H200 does.
+_ALLOWED = "!allow_shared(small_decode_kernel, sizeof(SmallShared))"
+_SIZE_ALLOWED = "small_decode_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1"
+_CLUSTERS_OF_16: list[Edit] = [
+    ("ptx.cuh", "constexpr int kMostSplits = 8;", "constexpr int kMostSplits = 16;"),
+    (
+        "small_launch.cuh",
+        _ALLOWED,
+        f'{_ALLOWED} || failed(cudaFuncSetAttribute({_SIZE_ALLOWED}), "clusters of 16")',
+    ),
+]
+
 VARIANTS: dict[str, list[Edit]] = {
     "base": [],
     "rounds": _ROUNDS,
@@ -64,6 +76,7 @@ VARIANTS: dict[str, list[Edit]] = {
     "not fitted": [("schedule.h", _FIT, "")],
     "general": [_small(0, 0)],
     "small from general": [_small(2048, 1 << 20)],
+    "clusters of 16": _CLUSTERS_OF_16,
     "small 8 warps": _small_warps(8),
     "small 3 stages": _small_stages(3),
     # What the launch and the way to the schedule take: nothing is computed.
