@@ -85,6 +85,35 @@ std::vector<Memory> inputs_of(const DecodeParams& p) {
   return found;
 }
 
+// Runs warps in an order that `random` draws until none is left; `warp_ended` may add some. Null, or what
+// went wrong.
+template <typename Ended>
+const char* run_warps(std::vector<Warp>& warps, std::mt19937& random, const Ended& warp_ended) {
+  uint64_t seen = progress;
+  for (int idle = 0; !warps.empty();) {
+    const size_t chosen = random() % warps.size();
+    bool done = false;
+    // Short runs and long ones, so that warps drift apart.
+    for (int steps = 1 << random() % 8; steps > 0 && !done; --steps) {
+      done = true;
+      for (const auto& lane : warps[chosen]) {
+        if (lane->done) continue;
+        done = false;
+        step(lane.get());
+      }
+    }
+    if (!fault.empty()) return fault.c_str();
+    idle = progress == seen ? idle + 1 : 0;
+    seen = progress;
+    if (idle > kIdleSteps) return "a deadlock";
+    if (done) {
+      warps.erase(warps.begin() + static_cast<std::ptrdiff_t>(chosen));
+      warp_ended();
+    }
+  }
+  return nullptr;
+}
+
 }  // namespace host_gpu
 }  // namespace evenkv
 
@@ -122,29 +151,10 @@ const char* launch(const DecodeParams* p, int32_t heads, int32_t workers, int32_
       started.push_back(make_block({static_cast<uint32_t>(started.size()), 0, 0}, warps));
   };
   for (int i = 0; i < resident; ++i) start_block();
-  uint64_t seen = progress;
-  int idle = 0;
-  while (!warps.empty()) {
-    const size_t chosen = random() % warps.size();
-    bool done = false;
-    // Short runs and long ones, so that warps drift apart.
-    for (int steps = 1 << random() % 8; steps > 0 && !done; --steps) {
-      done = true;
-      for (const auto& lane : warps[chosen]) {
-        if (lane->done) continue;
-        done = false;
-        step(lane.get());
-      }
-    }
-    if (!fault.empty()) return fault.c_str();
-    idle = progress == seen ? idle + 1 : 0;
-    seen = progress;
-    if (idle > kIdleSteps) return "a deadlock";
-    if (done) {
-      warps.erase(warps.begin() + static_cast<std::ptrdiff_t>(chosen));
-      if (warps.size() <= static_cast<size_t>(kThreads / 32) * (resident - 1)) start_block();
-    }
-  }
+  const char* wrong = run_warps(warps, random, [&] {
+    if (warps.size() <= static_cast<size_t>(kThreads / 32) * (resident - 1)) start_block();
+  });
+  if (wrong != nullptr) return wrong;
   *counters_left =
       static_cast<int32_t>(std::count_if(counters.begin(), counters.end(), [](int32_t c) { return c != 0; }));
   return nullptr;
@@ -170,24 +180,7 @@ const char* launch_small(const DecodeParams* p, int32_t splits, uint32_t seed, i
         blocks.back()->cluster = &cluster;
         cluster.blocks.push_back(blocks.back().get());
       }
-      uint64_t seen = progress;
-      for (int idle = 0; !warps.empty();) {
-        const size_t chosen = random() % warps.size();
-        bool done = false;
-        for (int steps = 1 << random() % 8; steps > 0 && !done; --steps) {
-          done = true;
-          for (const auto& lane : warps[chosen]) {
-            if (lane->done) continue;
-            done = false;
-            step(lane.get());
-          }
-        }
-        if (!fault.empty()) return fault.c_str();
-        idle = progress == seen ? idle + 1 : 0;
-        seen = progress;
-        if (idle > kIdleSteps) return "a deadlock";
-        if (done) warps.erase(warps.begin() + static_cast<std::ptrdiff_t>(chosen));
-      }
+      if (const char* wrong = run_warps(warps, random, [] {})) return wrong;
     }
   }
   return nullptr;
