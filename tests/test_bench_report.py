@@ -105,6 +105,11 @@ def test_unknown_gpus_follow_the_expected_ones(repository):
     assert headings == ["## NVIDIA H200", "## NVIDIA H100 80GB HBM3", "## NVIDIA GB200", "## NVIDIA L4"]
 
 
+def test_sources_that_no_commit_holds_are_told():
+    rows = [row(case(), "fa3", 200.0).model_copy(update={"commit": "0123456789abcdef-dirty"})]
+    assert "commit 0123456789ab-dirty;" in markdown.render_block(rows, {})
+
+
 def test_a_page_without_markers_is_named(repository):
     markdown.results_page(repository).write_text("# Results\n")
     with pytest.raises(EvenkvError, match="roofline:begin"):

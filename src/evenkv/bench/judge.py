@@ -49,11 +49,12 @@ def provenance(repository: Repository, commit: str | None = None) -> Provenance:
 
 
 def git_commit(root: Path) -> str | None:
-    """HEAD's hash, with `-dirty` when sources differ from it; None outside a git checkout."""
-    head = _git(root, "rev-parse", "HEAD")
-    if not head:
+    """HEAD's hash, with `-dirty` when sources differ from it; None outside a git checkout, or in one that
+    cannot tell whether they do."""
+    head, changes = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "--", "src")
+    if not head or changes is None:
         return None
-    return f"{head}-dirty" if _git(root, "status", "--porcelain", "--", "src") else head
+    return f"{head}-dirty" if changes else head
 
 
 def _git(root: Path, *arguments: str) -> str | None:

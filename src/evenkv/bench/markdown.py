@@ -118,7 +118,7 @@ def _caption(group: Group) -> str:
     ]
     copies = [row.copy_peak_gbps for row in measured if row.copy_peak_gbps]
     sources = sorted({row.source_hash[:12] for row in measured if row.impl == "evenkv-cuda"})
-    commits = sorted({(row.commit or "unknown")[:12] for row in measured})
+    commits = sorted({_short(row.commit) for row in measured})
     days = sorted({row.when[:10] for row in measured})
     facts = [
         f"{len(group.cases)} cases, {len(rows)} rows",
@@ -130,6 +130,12 @@ def _caption(group: Group) -> str:
         f"measured {days[0]}" + (f" to {days[-1]}" if days[-1] != days[0] else ""),
     ]
     return "; ".join(fact for fact in facts if fact) + "."
+
+
+def _short(commit: str | None) -> str:
+    """Twelve digits, and what git_commit puts behind them."""
+    head, dash, rest = (commit or "unknown").partition("-")
+    return f"{head[:12]}{dash}{rest}"
 
 
 def _range(values: Sequence[float]) -> str:

@@ -60,7 +60,7 @@ def implementations_table(cases: CaseRows) -> Cells:
             trouble.append(f"{s.unstable} unstable")
         rows.append(
             (
-                " ".join((s.impl, *s.peer_versions)),
+                f"{s.impl} {'; '.join(s.peer_versions)}".rstrip(),
                 f"{s.counts.get('ok', 0)} of {s.asked}",
                 _share(s.share_copy_peak),
                 _share(s.share_matched_copy),
