@@ -65,6 +65,30 @@ _CLUSTERS_OF_16: list[Edit] = [
     ),
 ]
 
+# Rows of any pages with fewer instructions: the row's mark travels with its place, and one multiply-add makes
+# the address.
+_SHORT_ROWS: list[Edit] = [
+    before(
+        "ptx.cuh",
+        "// Named barriers of a block: some",
+        "template <typename T>\n__device__ __forceinline__ const T* opaque(const T* p) {\n"
+        '  asm("" : "+l"(p));\n  return p;\n}\n',
+    ),
+    (
+        "cursor.cuh",
+        "    base += chunk * 16;\n",
+        "    base = opaque(base + chunk * 16);\n"
+        "    const uint32_t marked = rows >> lane_ & 1 ? offset : ~0u;\n",
+    ),
+    (
+        "cursor.cuh",
+        "const uint64_t units = __shfl_sync(kAllLanes, offset, row);",
+        "const uint32_t units = __shfl_sync(kAllLanes, marked, row);",
+    ),
+    ("cursor.cuh", "base + units * p_.row_unit,", "base + static_cast<uint64_t>(units) * p_.row_unit,"),
+    ("cursor.cuh", "(rows >> row & 1) ? 16 : 0);", "units != ~0u ? 16 : 0);"),
+]
+
 VARIANTS: dict[str, list[Edit]] = {
     "base": [],
     "rounds": _ROUNDS,
@@ -76,6 +100,8 @@ VARIANTS: dict[str, list[Edit]] = {
     "not fitted": [("schedule.h", _FIT, "")],
     "general": [_small(0, 0)],
     "small from general": [_small(2048, 1 << 20)],
+    "short rows": _SHORT_ROWS,
+    "clusters of 16 and short rows": [*_CLUSTERS_OF_16, *_SHORT_ROWS],
     "clusters of 16": _CLUSTERS_OF_16,
     "small 8 warps": _small_warps(8),
     "small 3 stages": _small_stages(3),
