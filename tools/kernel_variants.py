@@ -89,6 +89,30 @@ _SHORT_ROWS: list[Edit] = [
     ("cursor.cuh", "(rows >> row & 1) ? 16 : 0);", "units != ~0u ? 16 : 0);"),
 ]
 
+# Sixteen rows side by side with fewer instructions: 32-bit places, and addresses of rows that are not read
+# need not lie in memory.
+_SHORT_BLOCKS: list[Edit] = [
+    ("cursor.cuh", "if (row + kRowsPerCopy < wanted) src +=", "src +="),
+    ("cursor.cuh", "const int64_t page = readable ? id : 0;", "const uint32_t page = readable ? id : 0;"),
+    (
+        "cursor.cuh",
+        "const int64_t in_page = slot - index * p_.page_size;",
+        "const uint32_t in_page = slot - index * p_.page_size;",
+    ),
+    *(
+        (
+            "cursor.cuh",
+            f"{rows} + (page * p_.{kv}_stride_page + in_page * p_.{kv}_stride_slot) * kElementBytes,",
+            f"{rows} + static_cast<uint64_t>(page * p_.{kv}_page_units + in_page * p_.{kv}_slot_units) "
+            "* p_.row_unit,",
+        )
+        for kv, rows in (("k", "keys"), ("v", "values"))
+    ),
+]
+
+# A policy in registers is moved to uniform ones before each copy: 32 instructions a tile.
+_NO_POLICY: Edit = ("cursor.cuh", "copy_async_16<true>", "copy_async_16<false>")
+
 VARIANTS: dict[str, list[Edit]] = {
     "base": [],
     "rounds": _ROUNDS,
@@ -101,6 +125,9 @@ VARIANTS: dict[str, list[Edit]] = {
     "general": [_small(0, 0)],
     "small from general": [_small(2048, 1 << 20)],
     "short rows": _SHORT_ROWS,
+    "short blocks": _SHORT_BLOCKS,
+    "short blocks and rows": [*_SHORT_BLOCKS, *_SHORT_ROWS],
+    "all short": [*_SHORT_BLOCKS, *_SHORT_ROWS, _NO_POLICY],
     "clusters of 16 and short rows": [*_CLUSTERS_OF_16, *_SHORT_ROWS],
     "clusters of 16": _CLUSTERS_OF_16,
     "small 8 warps": _small_warps(8),
@@ -124,5 +151,5 @@ VARIANTS: dict[str, list[Edit]] = {
             "evenkv::kRequestChunkShift",
         )
     ],
-    "no policy": [("cursor.cuh", "copy_async_16<true>", "copy_async_16<false>")],
+    "no policy": [_NO_POLICY],
 }
