@@ -113,6 +113,8 @@ _SHORT_BLOCKS: list[Edit] = [
 # A policy in registers is moved to uniform ones before each copy: 32 instructions a tile.
 _NO_POLICY: Edit = ("cursor.cuh", "copy_async_16<true>", "copy_async_16<false>")
 
+_ALL_SHORT = [*_SHORT_BLOCKS, *_SHORT_ROWS, _NO_POLICY]
+
 VARIANTS: dict[str, list[Edit]] = {
     "base": [],
     "rounds": _ROUNDS,
@@ -127,8 +129,9 @@ VARIANTS: dict[str, list[Edit]] = {
     "short rows": _SHORT_ROWS,
     "short blocks": _SHORT_BLOCKS,
     "short blocks and rows": [*_SHORT_BLOCKS, *_SHORT_ROWS],
-    "all short": [*_SHORT_BLOCKS, *_SHORT_ROWS, _NO_POLICY],
-    "clusters of 16 and short rows": [*_CLUSTERS_OF_16, *_SHORT_ROWS],
+    "all short": _ALL_SHORT,
+    "two blocks all short": [*_TWO_BLOCKS, *_ALL_SHORT],
+    "clusters of 16 all short": [*_CLUSTERS_OF_16, *_ALL_SHORT],
     "clusters of 16": _CLUSTERS_OF_16,
     "small 8 warps": _small_warps(8),
     "small 3 stages": _small_stages(3),
