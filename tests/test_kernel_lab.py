@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -45,6 +46,14 @@ def test_a_variant_of_a_kernel_folder_elsewhere(tmp_path: Path) -> None:
     solution = kernel_lab.variant_solution(f"base@{tmp_path}{kernel_lab.STAMPED}", spec)
     (source,) = (s.content for s in solution.sources if s.path == "tuning.cuh")
     assert source.endswith("// elsewhere\n")
+
+
+def test_a_wrong_output_is_told_beside_a_right_lse() -> None:
+    output, lse = torch.full((4, 128), 0.01), torch.full((4,), 12.0)
+    assert kernel_lab.judged([output, lse], [output, lse], 0.876) == "88%"
+    assert kernel_lab.judged([output * 1.01, lse], [output, lse], 0.876) == "WRONG 1e-02"
+    assert kernel_lab.judged([output, lse + 1], [output, lse], 0.876) == "WRONG 8e-02"
+    assert kernel_lab.judged([output * float("nan"), lse], [output, lse], 0.876) == "WRONG nan"
 
 
 def test_cases_by_part_and_spelled_out() -> None:

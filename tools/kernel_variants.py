@@ -22,26 +22,15 @@ _ROUNDS = [_schedule(1024, 256)]
 _FIT = "  fit_chunks_to_requests(s, unit_slots / batch);\n"
 _SMALL = "kSmallSlotsPerWorker = 1024, kSmallMostTokens = 2560;"
 _SMALL_BLOCKS = "constexpr int kSmallWarps = 4, kSmallThreads = kSmallWarps * 32, kSmallStages = 2;"
+_RESIDENT = "kSmallResident = kHeadDim > 128 || kColumnBlocks > 1 ? 2 : 3"
+_RUN = "TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<kByShapes>);"
 
 
-def _small(slots: int, tokens: int) -> Edit:
-    return ("tuning.cuh", _SMALL, f"kSmallSlotsPerWorker = {slots}, kSmallMostTokens = {tokens};")
-
-
-def _small_warps(warps: int) -> list[Edit]:
-    fewer = "kSmallResident = kHeadDim > 128 || kColumnBlocks > 1 ? 2 : 3"
-    return [
-        ("tuning.cuh", _SMALL_BLOCKS, _SMALL_BLOCKS.replace("Warps = 4", f"Warps = {warps}")),
-        ("tuning.cuh", fewer, "kSmallResident = 1"),
-    ]
-
-
-def _small_stages(stages: int) -> list[Edit]:
-    fewer = "kSmallResident = kHeadDim > 128 || kColumnBlocks > 1 ? 2 : 3"
-    return [
-        ("tuning.cuh", _SMALL_BLOCKS, _SMALL_BLOCKS.replace("Stages = 2", f"Stages = {stages}")),
-        ("tuning.cuh", fewer, "kSmallResident = 2"),
-    ]
+def _small_blocks(warps: int, stages: int, resident: int) -> list[Edit]:
+    blocks = _SMALL_BLOCKS.replace("Warps = 4", f"Warps = {warps}").replace(
+        "Stages = 2", f"Stages = {stages}"
+    )
+    return [("tuning.cuh", _SMALL_BLOCKS, blocks), ("tuning.cuh", _RESIDENT, f"kSmallResident = {resident}")]
 
 
 # Half the warps and shared memory a block: one block's end beside the other's stream.
@@ -124,8 +113,10 @@ VARIANTS: dict[str, list[Edit]] = {
     "one round up to 32k": [_schedule(32768, 512)],
     "two blocks an SM": _TWO_BLOCKS,
     "not fitted": [("schedule.h", _FIT, "")],
-    "general": [_small(0, 0)],
-    "small from general": [_small(2048, 1 << 20)],
+    "general": [("binding.cpp", _RUN, _RUN.replace("kByShapes", "kGeneral"))],
+    "small from general": [
+        ("tuning.cuh", _SMALL, "kSmallSlotsPerWorker = 2048, kSmallMostTokens = 1 << 20;")
+    ],
     "short rows": _SHORT_ROWS,
     "short blocks": _SHORT_BLOCKS,
     "short blocks and rows": [*_SHORT_BLOCKS, *_SHORT_ROWS],
@@ -133,13 +124,12 @@ VARIANTS: dict[str, list[Edit]] = {
     "two blocks all short": [*_TWO_BLOCKS, *_ALL_SHORT],
     "clusters of 16 all short": [*_CLUSTERS_OF_16, *_ALL_SHORT],
     "clusters of 16": _CLUSTERS_OF_16,
-    "small 8 warps": _small_warps(8),
-    "small 3 stages": _small_stages(3),
+    "small 8 warps": _small_blocks(8, 2, 1),
+    "small 3 stages": _small_blocks(4, 3, 2),
     # What the launch and the way to the schedule take: nothing is computed.
     "exit at entry": [before("kernel.cuh", "  const Schedule& schedule =", "  if (p.batch > 0) return;")],
     "exit scheduled": [
         after("streaming_warps.cuh", "    __syncthreads();\n", "    if (p_.batch > 0) in_chunk_ = false;"),
-        after("streaming_warps.cuh", "    cursor_.set_unit_slots(shared_.unit_slots);\n", "    __trap();"),
         before("kernel.cuh", "    const bool has_chunk =", "    if (p.batch > 0) return;"),
     ],
     "sums of 16": [("merging_warps.cuh", "kBatch = kQuads > 1 ? 4 : 8;", "kBatch = kQuads > 1 ? 4 : 16;")],
@@ -147,12 +137,6 @@ VARIANTS: dict[str, list[Edit]] = {
     "pairs never": [
         ("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = int64_t{1} << 40")
     ],
-    "batch invariant": [
-        (
-            "binding.cpp",
-            "kChoice == kBatchInvariant ? evenkv::kRequestChunkShift : 0",
-            "evenkv::kRequestChunkShift",
-        )
-    ],
+    "batch invariant": [("binding.cpp", _RUN, _RUN.replace("kByShapes", "kBatchInvariant"))],
     "no policy": [_NO_POLICY],
 }

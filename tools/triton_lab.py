@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from kernel_edits import Edit
-from kernel_lab import LabCase, choose_cases, copy_peak, draw, time_graph, variant_solution
+from kernel_lab import LabCase, choose_cases, copy_peak, draw, judged, measure, variant_solution
 
 from evenkv.library.build import build_solution
 from evenkv.numerics.bytes import kv_bytes
@@ -127,13 +127,10 @@ def compare(variants: list[str], cases: list[LabCase]) -> None:
                 cells.append("failed")
                 continue
             call = build_solution(solution(variant, case.spec))
-            arguments[-2].fill_(float("nan"))
-            micros = time_graph(call, arguments, buffer)
-            found = torch.cat([arguments[-2].flatten(), arguments[-1].flatten()]).float()
+            micros, found = measure(call, arguments, buffer)
             first = found if first is None else first
-            error = ((found - first).norm() / first.norm()).item()
-            judged = f"{100 * limit / micros:4.0f}%" if error < 5e-3 else f"WRONG {error:.0e}"
-            cells.append(f"{micros:7.1f}{judged}{host_micros(call, arguments):5.0f}")
+            verdict = judged(found, first, limit / micros)
+            cells.append(f"{micros:7.1f}{verdict:>5s}{host_micros(call, arguments):5.0f}")
         print(f"{case.name:20s}" + "".join(f"{cell:>19s}" for cell in cells), flush=True)
         del arguments
         torch.cuda.empty_cache()

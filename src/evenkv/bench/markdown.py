@@ -72,17 +72,9 @@ def render_block(rows: Iterable[Row], plots: Mapping[str, Sequence[str]]) -> str
     return "\n\n".join(parts)
 
 
-def put_block(text: str, block: str) -> str:
-    """`text` with `block` between the markers."""
-    return replace_block("docs/results.md", text, (BEGIN, END), block)
-
-
 def page_text(repository: Repository, rows: Sequence[Row], plots: Mapping[str, Sequence[str]]) -> str:
-    """The whole page with its block rendered anew."""
-    page = results_page(repository)
-    if not page.is_file():
-        raise EvenkvError(f"{page}: no such file.", f"Restore it; the tables go between {BEGIN} and {END}.")
-    return put_block(read_text(page), render_block(rows, plots))
+    """docs/results.md with its block rendered anew."""
+    return _with_block(results_page(repository), (BEGIN, END), render_block(rows, plots))
 
 
 def render_regimes(rows: Iterable[Row]) -> str:
@@ -95,8 +87,7 @@ def render_regimes(rows: Iterable[Row]) -> str:
 
 def kernel_text(repository: Repository, rows: Sequence[Row]) -> str:
     """docs/kernel.md with its table of regimes rendered anew."""
-    text = read_text(kernel_page(repository))
-    return replace_block("docs/kernel.md", text, REGIMES, render_regimes(rows))
+    return _with_block(kernel_page(repository), REGIMES, render_regimes(rows))
 
 
 def plot_names(repository: Repository, gpus: Iterable[str]) -> dict[str, list[str]]:
@@ -106,6 +97,13 @@ def plot_names(repository: Repository, gpus: Iterable[str]) -> dict[str, list[st
         paths = sorted(plots_folder(repository).glob(f"{gpu_file_name(gpu)}-[!.]*.png"))
         found[gpu] = [os.path.relpath(path, page).replace(os.sep, "/") for path in paths]
     return found
+
+
+def _with_block(page: Path, markers: tuple[str, str], block: str) -> str:
+    if not page.is_file():
+        begin, end = markers
+        raise EvenkvError(f"{page}: no such file.", f"Restore it; the tables go between {begin} and {end}.")
+    return replace_block(f"docs/{page.name}", read_text(page), markers, block)
 
 
 def _caption(group: Group) -> str:

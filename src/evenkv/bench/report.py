@@ -32,13 +32,15 @@ def write_report(repository: Repository, progress: Callable[[str, float], None])
 
         progress(f"plots of {group.gpu}", number / len(largest))
         written += write_plots(group, markdown.plots_folder(repository))
-    kernel = markdown.kernel_page(repository)
-    write_atomic(kernel, markdown.kernel_text(repository, rows).encode())
-    written.append(kernel)
-    page = markdown.results_page(repository)
-    text = markdown.page_text(repository, rows, markdown.plot_names(repository, largest))
-    write_atomic(page, text.encode())
-    return [*written, page]
+    pages = {
+        markdown.kernel_page(repository): markdown.kernel_text(repository, rows),
+        markdown.results_page(repository): markdown.page_text(
+            repository, rows, markdown.plot_names(repository, largest)
+        ),
+    }
+    for page, text in pages.items():
+        write_atomic(page, text.encode())
+    return [*written, *pages]
 
 
 def _times(group: Group) -> int:
