@@ -60,9 +60,15 @@ class CudaKernel:
 
 
 class GeneralCudaKernel(CudaKernel):
-    """The same without the kernel for small problems, which takes most of the stress test's."""
+    """The same without the kernel for requests that stay whole, which takes many of the stress test's."""
 
     symbol = "run_general"
+
+
+class InvariantCudaKernel(CudaKernel):
+    """The same with batch-invariant bits: always uneven parts, of 2048 tokens."""
+
+    symbol = "run_batch_invariant"
 
 
 class TritonKernel:
@@ -95,6 +101,7 @@ MODULE = Path(__file__).stem  # also when this file is the command
 KERNELS = {
     "evenkv_cuda": f"{MODULE}:CudaKernel",
     "evenkv_cuda general": f"{MODULE}:GeneralCudaKernel",
+    "evenkv_cuda batch-invariant": f"{MODULE}:InvariantCudaKernel",
     "evenkv_triton": f"{MODULE}:TritonKernel",
 }
 
@@ -257,7 +264,7 @@ def run_stress(kernel: str, seeds: Sequence[int], specs: Sequence[DecodeSpec]) -
     """On a GPU: build, prepare, solve. Returns the faults, and the seconds that solving took."""
     from stress_problems import Limits, draw_plan
 
-    faults = build_side_by_side(specs) if kernel == "evenkv_cuda" else []
+    faults = build_side_by_side(specs) if kernel.startswith("evenkv_cuda") else []
     if faults:
         return faults, 0.0
     worker = make_worker(kernel, "cuda", specs, Limits())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jinja2
@@ -18,21 +18,25 @@ from evenkv.spec.family import DecodeSpec
 
 SOURCES = find_repository().kernels / "evenkv_cuda"
 HOST_GPU = Path(__file__).with_name("host_gpu")
+HOST_RUNTIME = Path(__file__).with_name("host_runtime")
 
-Tuning = tuple[int, int, int]  # schedule.h: ScheduleTuning
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
-# What a host compiler cannot take as it stands: file, pattern, replacement, occurrences.
+# What a host compiler cannot take as it stands, and where tests step in: file, pattern, replacement; once.
 _EDITS = (
-    ("shared.cuh", r"(return \*static_cast<const volatile T\*>\(word\);)", r"host_gpu::give_way(); \1", 1),
-    ("kernel.cuh", r"extern __shared__ .* raw\[\];", "uint8_t* raw = host_gpu::current->block->shared;", 1),
-    (
-        "small_kernel.cuh",
-        r"extern __shared__ .* raw\[\];",
-        "uint8_t* raw = host_gpu::current->block->shared;",
-        1,
-    ),
+    ("kernel.cuh", r"extern __shared__ .* raw\[\];", "uint8_t* raw = host_gpu::current->block->shared;"),
+    ("kernel.cu", r"choose_cut\(", "host_gpu::choose("),
 )
+
+# Outputs before a launch, and what lies around them: no result of a test's problem.
+_POISON, _AROUND = 7.0, 64
+
+
+class _Integers(ctypes.Structure):
+    """A C struct of 32-bit integers."""
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name, _ in self._fields_}
 
 
 class _Params(ctypes.Structure):
@@ -41,32 +45,63 @@ class _Params(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("kv_indptr", "kv_indices", "kv_last_page_len")]
         + [(name, ctypes.c_int32) for name in ("batch", "page_size", "num_kv_indices", "num_kv_heads")]
-        + [("page_multiplier", ctypes.c_uint32)]
-        + [(name, ctypes.c_int32) for name in ("page_shift", "expected_slots", "workers")]
-        + [("inverse_slots", ctypes.c_double), ("first_slots", ctypes.c_int32 * 2)]
-        + [("expected", ctypes.c_int64 * 5)]  # schedule.h: Schedule
+        + [("by_page_size", ctypes.c_int32 * 2), ("cut", ctypes.c_int32 * 11)]
         + [(name, ctypes.c_void_p) for name in ("k_cache", "v_cache")]
         + [(f"{kv}_stride_{d}", ctypes.c_int64) for kv in "kv" for d in ("page", "slot", "head")]
         + [("num_pages", ctypes.c_int32), ("units", ctypes.c_uint32 * 5), ("q", ctypes.c_void_p)]
-        + [
-            ("q_stride_batch", ctypes.c_int64),
-            ("q_stride_head", ctypes.c_int64),
-            ("k_scale", ctypes.c_void_p),
-        ]
-        + [("sm_scale", ctypes.c_float), ("q_copy_bytes", ctypes.c_int32)]
-        + [(name, ctypes.c_void_p) for name in ("v_scale", "output", "lse")]
-        + [
-            (name, ctypes.c_int32)
-            for name in (
-                "request_chunk_shift",
-                "general_only",
-                "single_round_slots",
-                "most_request_chunks",
-                "slots_per_chunk",
-            )
-        ]
-        + [("partials", ctypes.c_void_p), ("counters", ctypes.c_void_p)]
+        + [("q_stride_batch", ctypes.c_int64), ("q_stride_head", ctypes.c_int64)]
+        + [("k_scale", ctypes.c_void_p), ("sm_scale", ctypes.c_float)]
+        + [("invariant_tokens", ctypes.c_int32), ("always_cut", ctypes.c_int32)]
+        + [(name, ctypes.c_void_p) for name in ("v_scale", "output", "lse", "partials", "counters")]
     )
+
+
+class _Forced(_Integers):
+    """launch.cpp: Forced."""
+
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in (
+            "splits",
+            "clusters",
+            "even_parts",
+            "part_tokens",
+            "most_scale",
+            "is_even",
+            "is_uncut",
+        )
+    ]
+
+
+class _Options(_Integers):
+    """launch.cpp: Options."""
+
+    _fields_ = [
+        ("resident", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("copies_early", ctypes.c_int32),
+        ("any_order", ctypes.c_int32),
+        ("scratch_byte", ctypes.c_int32),
+    ]
+
+
+class Report(_Integers):
+    """launch.cpp: Report. Which kernel ran, its grid, and what it left."""
+
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in (
+            "heads",
+            "is_uncut",
+            "splits",
+            "units",
+            "clusters",
+            "numbers",
+            "places",
+            "places_written",
+            "counters_left",
+        )
+    ]
 
 
 class CountersLeft(AssertionError):
@@ -74,94 +109,176 @@ class CountersLeft(AssertionError):
 
 
 @dataclass(frozen=True)
+class Room:
+    """A device.
+
+    Attributes
+    ----------
+    workers : int
+        SMs.
+    resident : int
+        Blocks an SM.
+    most_splits : int
+        Blocks of the largest cluster; 1: a device without clusters.
+    """
+
+    workers: int = 3
+    resident: int = 2
+    most_splits: int = 8
+
+    def clusters(self) -> list[int]:
+        """How many run at once, of 1, 2, ... 8 blocks."""
+        blocks = self.workers * self.resident
+        return [blocks // splits if splits <= self.most_splits else 0 for splits in range(1, 9)]
+
+
+@dataclass(frozen=True)
 class HostKernel:
-    """The kernel of one specialisation, with chunks as small as `tuning` says."""
+    """The launcher and the kernels of one specialisation."""
 
     library: ctypes.CDLL
-    tuning: Tuning
-    q_copy_bytes: int = 16
-    request_chunk_shift: int = 0
-    splits: int = 0  # the kernel for small problems, so many blocks a cluster
+    _devices: dict[Room, int] = field(default_factory=dict)
+
+    def _device_of(self, room: Room) -> int:
+        """The launcher asks a device for its room once: each room is a device."""
+        if room not in self._devices:
+            device = self._devices[room] = len(self._devices)
+            told = (ctypes.c_int32 * 10)(room.workers, room.resident, *room.clusters())
+            self.library.set_device(device, told)
+        return self._devices[room]
+
+    def params_of(self, problem: Problem) -> _Params:
+        """What the binding hands to the launcher, outputs excepted."""
+        spec, t = problem.spec, problem.tensors
+        params = _Params(batch=len(t["q"]), num_kv_heads=spec.num_kv_heads, page_size=spec.page_size)
+        for name in ("q", "k_cache", "v_cache", "kv_indptr", "kv_indices"):
+            setattr(params, name, t[name].data_ptr())
+        for name in ("kv_last_page_len", "k_scale", "v_scale"):
+            setattr(params, name, t[name].data_ptr() if name in t else None)
+        params.q_stride_batch, params.q_stride_head = t["q"].stride()[:2]
+        params.k_stride_page, params.k_stride_slot, params.k_stride_head = t["k_cache"].stride()[:3]
+        params.v_stride_page, params.v_stride_slot, params.v_stride_head = t["v_cache"].stride()[:3]
+        params.num_pages, params.num_kv_indices = len(t["k_cache"]), len(t["kv_indices"])
+        params.sm_scale = float(t["sm_scale"])
+        return params
 
     def __call__(
         self,
         problem: Problem,
         outputs: Outputs | None = None,
         *,
-        workers: int = 3,
-        heads: int = 1,
-        resident: int = 2,
+        room: Room = Room(),  # noqa: B008
+        always_cut: bool = False,
+        invariant_tokens: int = 0,
+        running: int = 2,
         seed: int = 0,
         early: bool = False,
+        any_order: bool = True,
+        scratch_byte: int = 0xFF,
+        report: Report | None = None,
+        **forced: int,
     ) -> Outputs:
-        """Launches as kernel.cu does.
+        """Launches as the binding does.
 
         Parameters
         ----------
         problem : Problem
             On the CPU; of this kernel's specialisation, any page size and number of KV heads.
         outputs : pair of tensors, optional
-            output and lse; fresh ones by default.
-        workers : int
-            SMs.
-        heads : int
-            KV heads a block.
-        resident : int
-            Blocks that run at a time.
+            output and lse; by default fresh ones, poisoned before the launch and watched around their ends.
+        room : Room
+            The device.
+        always_cut, invariant_tokens
+            As in params.h.
+        running : int
+            Clusters that run at a time.
         seed : int
             Draws who runs when.
         early : bool
             Copies arrive at once, else as late as the kernel lets them.
+        any_order : bool
+            Clusters start in any order.
+        scratch_byte : int
+            Fills all scratch before the launch.
+        report : Report, optional
+            Filled in.
+        **forced : int
+            Of launch.cpp's Forced: in the place of what shapes settle.
         """
-        spec, t = problem.spec, problem.tensors
-        output, lse = outputs or problem.empty_outputs()
-        params = _Params(batch=len(t["q"]), num_kv_heads=spec.num_kv_heads, page_size=spec.page_size)
-        named = {**t, "output": output, "lse": lse}
-        for name in ("q", "k_cache", "v_cache", "kv_indptr", "kv_indices", "output", "lse"):
-            setattr(params, name, named[name].data_ptr())
-        for name in ("kv_last_page_len", "k_scale", "v_scale"):
-            setattr(params, name, named[name].data_ptr() if name in named else None)
-        params.q_stride_batch, params.q_stride_head = t["q"].stride()[:2]
-        params.q_copy_bytes, params.request_chunk_shift = self.q_copy_bytes, self.request_chunk_shift
-        params.k_stride_page, params.k_stride_slot, params.k_stride_head = t["k_cache"].stride()[:3]
-        params.v_stride_page, params.v_stride_slot, params.v_stride_head = t["v_cache"].stride()[:3]
-        params.num_pages, params.num_kv_indices = len(t["k_cache"]), len(t["kv_indices"])
-        params.sm_scale = float(t["sm_scale"])
-        left = ctypes.c_int32(-1)
-        if self.splits:
-            fault = self.library.launch_small(ctypes.byref(params), self.splits, seed, early)
-            assert fault is None, fault.decode()
-            return output, lse
+        watched = None if outputs else _Watched(problem)
+        output, lse = outputs or (watched.output, watched.lse)  # type: ignore[union-attr]
+        params = self.params_of(problem)
+        params.output, params.lse = output.data_ptr(), lse.data_ptr()
+        params.invariant_tokens, params.always_cut = invariant_tokens, always_cut
+        report = report or Report()
         fault = self.library.launch(
-            ctypes.byref(params), heads, workers, resident, seed, early, ctypes.byref(left)
+            ctypes.byref(params),
+            self._device_of(room),
+            ctypes.byref(_Forced(**forced)),
+            ctypes.byref(_Options(running, seed, early, any_order, scratch_byte)),
+            ctypes.byref(report),
         )
         assert fault is None, fault.decode()
-        if left.value != 0:
-            raise CountersLeft(f"{left.value} counters are not zero after the launch")
+        if watched is not None:
+            watched.check()
+        if report.counters_left != 0:
+            raise CountersLeft(f"{report.counters_left} counters are not zero after the launch")
         return output, lse
 
+    def find_requests(
+        self, problem: Problem, part_tokens: int, scale: int, numbers: torch.Tensor
+    ) -> torch.Tensor:
+        """The request that find.cuh finds for each of a unit's `numbers`, int32."""
+        numbers, found = numbers.int().contiguous(), torch.full(numbers.shape, -7, dtype=torch.int32)
+        fault = self.library.find_requests(
+            ctypes.byref(self.params_of(problem)),
+            part_tokens,
+            scale,
+            len(numbers),
+            ctypes.c_void_p(numbers.data_ptr()),
+            ctypes.c_void_p(found.data_ptr()),
+        )
+        assert fault is None, fault.decode()
+        return found
 
-def build_host_kernel(spec: DecodeSpec, tuning: Tuning, folder: Path) -> HostKernel:
+
+class _Watched:
+    """Poisoned outputs, and memory around them that must not change."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._wide = []
+        views = []
+        for wanted in problem.empty_outputs():
+            wide = wanted.new_full((wanted.numel() + 2 * _AROUND,), _POISON)
+            self._wide.append(wide)
+            views.append(wide[_AROUND:-_AROUND].view(wanted.shape))
+        self.output, self.lse = views
+
+    def check(self) -> None:
+        for wide in self._wide:
+            ends = torch.cat([wide[:_AROUND], wide[-_AROUND:]])
+            assert (ends == _POISON).all(), "memory beside the outputs is written"
+
+
+def build_host_kernel(spec: DecodeSpec, folder: Path, sources: Path = SOURCES) -> HostKernel:
     """Compiles the specialisation of `spec` in `folder`, which must be empty."""
-    edits = [
-        *_EDITS,
-        ("tuning.cuh", r"(kScheduleTuning = )\{.*\};", rf"\1{{{', '.join(map(str, tuning))}}};", 1),
-    ]
-    for source in (*SOURCES.glob("*.cuh"), *SOURCES.glob("*.h")):
-        text = source.read_text()
-        for name, pattern, replacement, occurrences in edits:
-            if name == source.name:
-                text, count = re.subn(pattern, replacement, text)
-                assert count == occurrences, f"{name}: {pattern} found {count} times, wanted {occurrences}"
-        (folder / source.name).write_text(text)
-    template = jinja2.Template((SOURCES / "specialisation.h.j2").read_text())
+    for pattern in ("*.cu", "*.cuh", "*.h"):
+        for source in sources.glob(pattern):
+            text = source.read_text()
+            for name, wanted, replacement in _EDITS:
+                if name == source.name:
+                    text, count = re.subn(wanted, replacement, text)
+                    assert count == 1, f"{name}: {wanted} found {count} times, wanted once"
+            (folder / source.name).write_text(text)
+    template = jinja2.Template((sources / "specialisation.h.j2").read_text())
     (folder / "specialisation.h").write_text(template.render(spec=spec))
     for source in HOST_GPU.iterdir():
         (folder / source.name).write_text(source.read_text())
     # Fibers jump between stacks, which a fortified longjmp takes for an attack.
     flags = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
-    library = folder / "kernel.so"
-    subprocess.run([find_cxx(), *flags, folder / "launch.cpp", "-o", library], check=True)
-    loaded = ctypes.CDLL(str(library))
-    loaded.launch.restype = loaded.launch_small.restype = ctypes.c_char_p
-    return HostKernel(loaded, tuning)
+    command = [find_cxx(), *flags, f"-I{HOST_RUNTIME}", folder / "launch.cpp", "-o", folder / "kernel.so"]
+    subprocess.run(command, check=True)
+    loaded = ctypes.CDLL(str(folder / "kernel.so"))
+    loaded.launch.restype = loaded.find_requests.restype = ctypes.c_char_p
+    assert loaded.params_bytes() == ctypes.sizeof(_Params), "params.h and _Params differ"
+    return HostKernel(loaded)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from cut_library import heads_of
 
 from evenkv.numerics.bytes import pages_of
 from evenkv.numerics.problem import TORCH_DTYPES, Problem, query_dtype
@@ -20,8 +21,8 @@ from evenkv.spec.family import DecodeSpec
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 # Few, since each is a build: every page size; every head_dim with 16-bit and fp8 caches; KV heads 1
-# to 8; groups on both sides of 8 and 16 (the mma's columns, the heads of a unit). Pages of 2048 and more are
-# for the schedule: a token a page makes a line of millions of slots, so that tickets are drawn.
+# to 8; groups on both sides of 8 and 16 (the mma's columns, the heads of a unit). Pages of 2048 and more: a
+# token a page makes millions of slots, of which the host expects large requests.
 SPECS: tuple[DecodeSpec, ...] = (
     DecodeSpec(5, 1, 128, 1),
     DecodeSpec(8, 2, 128, 16),
@@ -42,8 +43,10 @@ SPECS: tuple[DecodeSpec, ...] = (
     DecodeSpec(30, 2, 128, 48, E5M2),
 )
 
-# tuning.cuh, kPairHeadsFromSlots: fp8 with an even number of KV heads takes two heads a block from here on.
-PAIR_SLOTS = 1 << 21
+# Slots of all KV heads that spare entries of kv_indices list: far more than requests have.
+SPARE_SLOTS = 1 << 21
+# SMs of the device whose choices the plans are to cover: with two fp8 heads a block, batches of a few sizes.
+WORKERS = 132
 
 CACHE_LAYOUTS = ("nhd", "hnd", "interleaved", "interleaved-hnd", "padded")
 QUERY_LAYOUTS = ("contiguous", "fused", "padded")
@@ -92,15 +95,15 @@ class Plan:
     scratch: tuple[int, int]
 
     @property
-    def line_slots(self) -> int:
-        """Slots of all KV heads, as kv_indptr counts them (schedule.h: with one head a unit)."""
+    def counted_slots(self) -> int:
+        """Slots of all KV heads, as kv_indptr counts them."""
         pages = sum(pages_of(n, self.spec.page_size) for n in self.lengths)
         return pages * self.spec.page_size * self.spec.num_kv_heads
 
     @property
     def listed_slots(self) -> int:
-        """`line_slots` with the spare entries: what the host knows."""
-        return self.line_slots + self.spare_ids * self.spec.page_size * self.spec.num_kv_heads
+        """`counted_slots` with the spare entries: what the host knows."""
+        return self.counted_slots + self.spare_ids * self.spec.page_size * self.spec.num_kv_heads
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.lengths[:8])) + (", ..." if len(self.lengths) > 8 else "")
@@ -133,6 +136,8 @@ def _draw_lengths(rng: random.Random, spec: DecodeSpec, limits: Limits) -> tuple
     batch = round(limits.batch ** rng.random())
     if rng.random() < (0.5 if spec.page_size > 1024 else 0.1):
         batch = rng.randint((limits.batch + 1) // 2, limits.batch)
+    if spec.is_fp8 and rng.random() < 0.3:
+        batch = _draw_pair_batch(rng, spec, limits) or batch
     medium = max(17, min(1500, limits.tokens * 2 // (3 * batch)))
     edges = (16, 32, 64, 128, 256, *(spec.page_size * k for k in (1, 2, 3)))
 
@@ -156,11 +161,17 @@ def _draw_lengths(rng: random.Random, spec: DecodeSpec, limits: Limits) -> tuple
     return tuple(lengths)
 
 
+def _draw_pair_batch(rng: random.Random, spec: DecodeSpec, limits: Limits) -> int | None:
+    """Requests with which a block takes two KV heads; None where no number of them does."""
+    pairs = [batch for batch in range(1, limits.batch + 1) if heads_of(spec, batch, WORKERS) == 2]
+    return rng.choice(pairs) if pairs else None
+
+
 def _draw_spare_ids(rng: random.Random, spec: DecodeSpec) -> int:
     """None, a few, or so many that the host takes the problem for a large one."""
     few = rng.choice((0, 0, 1, 37))
-    large = -(-PAIR_SLOTS // (spec.page_size * spec.num_kv_heads))
-    return large if rng.random() < (0.4 if spec.is_fp8 else 0.1) else few
+    large = -(-SPARE_SLOTS // (spec.page_size * spec.num_kv_heads))
+    return large if rng.random() < 0.15 else few
 
 
 def build_problem(plan: Plan, device: Any) -> Problem:

@@ -28,10 +28,12 @@ LAUNCHER = """
 namespace evenkv {
 const char* launch_decode(DecodeParams& p, int32_t device, void*) {
   static std::string told;
-  told = "batch " + std::to_string(p.batch) + ", pages " + std::to_string(p.num_pages) + ", copies of " +
-         std::to_string(p.q_copy_bytes) + ", strides " + std::to_string(p.q_stride_batch) + " " +
-         std::to_string(p.k_stride_page) + " " + std::to_string(p.v_stride_slot) + ", shift " +
-         std::to_string(p.request_chunk_shift) + " " + std::to_string(p.general_only);
+  told = "batch " + std::to_string(p.batch) + ", pages " + std::to_string(p.num_pages) + " of " +
+         std::to_string(p.page_size) + ", listed " + std::to_string(p.num_kv_indices) + ", KV heads " +
+         std::to_string(p.num_kv_heads) + ", strides " + std::to_string(p.q_stride_batch) + " " +
+         std::to_string(p.q_stride_head) + " " + std::to_string(p.k_stride_page) + " " +
+         std::to_string(p.v_stride_slot) + ", parts " + std::to_string(p.invariant_tokens) + " " +
+         std::to_string(p.always_cut);
   return told.c_str();
 }
 const char* fill_scratch(int32_t) { return nullptr; }
@@ -113,21 +115,19 @@ def test_a_wrong_argument_is_named(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({}, "copies of 16, strides 4096 16384 1024"),
-        ({"q": lambda t: _moved(t, 2)}, "copies of 4, strides 4096 16384 1024"),
-        ({"q": lambda t: _wider(t, 2)}, "copies of 4, strides 4160 16384 1024"),
-        ({"k_cache": lambda t: _wider(t, 16)}, "copies of 16, strides 4096 18432 1024"),
-        (
-            {"v_cache": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
-            "copies of 16, strides 4096 16384 128",
-        ),
+        ({}, "4096 128 16384 1024"),
+        ({"q": lambda t: _moved(t, 2)}, "4096 128 16384 1024"),
+        ({"q": lambda t: _wider(t, 2)}, "4160 130 16384 1024"),
+        ({"k_cache": lambda t: _wider(t, 16)}, "4096 128 18432 1024"),
+        ({"v_cache": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)}, "4096 128 16384 128"),
     ],
 )
 def test_what_the_launcher_is_told(library: Path, changes: dict[str, Change], told: str) -> None:
     arguments = _arguments(**changes)
-    pages = len(arguments[NAMES.index("k_cache")])  # type: ignore[arg-type]
-    for symbol, shift in (("run", "0 0"), ("run_batch_invariant", "11 0"), ("run_general", "0 1")):
-        with pytest.raises(RuntimeError, match=f"^batch 3, pages {pages}, {told}, shift {shift}$"):
+    pages, listed = (len(arguments[NAMES.index(name)]) for name in ("k_cache", "kv_indices"))  # type: ignore[arg-type]
+    shapes = f"batch 3, pages {pages} of 16, listed {listed}, KV heads 8"
+    for symbol, parts in (("run", "0 0"), ("run_batch_invariant", "2048 0"), ("run_general", "0 1")):
+        with pytest.raises(RuntimeError, match=f"^{shapes}, strides {told}, parts {parts}$"):
             load_shared_library(library, symbol)(*arguments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -205,6 +206,17 @@ def test_shipped_cuda_kernels_compile_without_spills(name, arch, compiled):
     for result in compiled[name, arch]:
         assert result.compiled, result.log
         assert result.ok, f"{result.kernel} {result.source} spills for {arch}:\n{result.log}"
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name, arch", CHOSEN)
+def test_evenkv_cuda_has_one_kernel_for_whole_requests_and_one_for_parts(name, arch, compiled):
+    """decode_kernel<KV heads a block, whether requests stay whole>; two heads with fp8, always for parts."""
+    (functions,) = [result.functions for result in compiled[name, arch] if result.kernel == "evenkv_cuda"]
+    found = [re.search(r"decode_kernelILi(\d)ELb([01])E", function.name) for function in functions]
+    kernels = {(match[1], match[2]) for match in found if match is not None}
+    pairs = {("2", "0")} if parse_name(name).is_fp8 else set()
+    assert kernels == {("1", "1"), ("1", "0")} | pairs
 
 
 def test_every_definition_has_a_device_compilation():

@@ -21,6 +21,7 @@ NAMES = [
     "gqa_paged_decode_h16_kv4_d256_ps16",
     "gqa_paged_decode_fp8_h32_kv32_d128_ps64",
 ]
+# Parts have 2048 tokens: one, one that is full, two, and many.
 LENGTHS = [1, 0, 70_000, 17, 2048, 2049, 0, 333, 5000]
 
 

@@ -47,7 +47,7 @@ DEFINITIONS = (
     "gqa_paged_decode_h16_kv4_d256_ps16",
     "gqa_paged_decode_fp8_h32_kv8_d128_ps64",
 )
-# Sums over 132 SMs, many chunks, one chunk, one token, none, and page and tile ends.
+# A request in parts on all SMs, a few parts, one, one token, none, and page and tile ends.
 LENGTHS = (40_000, 1, 0, 17, 600, 64, 333, 2048)
 
 _BATCHES = ([30_000, 5, 700], [0, 1], [300] * 64)

@@ -6,30 +6,27 @@ The tools need a GPU that allows debugging: some virtual machines do not, and th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
-from decode_model import GROUP_CHUNKS, Batch, stream_chunk
+from cut_library import COUNT, CutLibrary, cut_of
 from gpu_sanitizer_script import D256, PAIRS, PAIRS_GROUP12, SPECS, make_plans, solve
 from gpu_stress_worker import build_side_by_side
-from stress_problems import PAIR_SLOTS, Plan
-from test_schedule import Schedule, library  # noqa: F401 (a fixture: the compiled schedule)
+from stress_problems import Plan
 
 from evenkv.library.toolchain import find_nvcc
 from evenkv.numerics.bytes import pages_of
-from evenkv.spec.family import DecodeSpec
 
 SCRIPT = Path(__file__).with_name("gpu_sanitizer_script.py")
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 FOUND = 86  # the tool's exit code when it reports something; 3 is the script's for a wrong result
 SUMMARY = {
     "memcheck": "ERROR SUMMARY: 0 errors",
@@ -127,58 +124,38 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     assert not mark.exists()
 
 
-# tuning.cuh on sm_90: streaming warps by geometry, and the slots of a tile.
-WARPS = {spec: 8 for spec in SPECS} | {D256: 4, PAIRS_GROUP12: 6}
-WORKERS = 132
+class _Way:
+    """How a device of `workers` SMs goes through a problem."""
+
+    def __init__(self, library: CutLibrary, plan: Plan, workers: int) -> None:
+        counts = [pages_of(n, plan.spec.page_size) for n in plan.lengths]
+        kv_indptr = [0, *accumulate(counts)]
+        listed = kv_indptr[-1] + plan.spare_ids
+        self.heads, shape, choice = cut_of(library, plan.spec, len(counts), listed, workers)
+        found = library.visits(shape, choice, kv_indptr, plan.lengths)
+        self.uncut, self.splits = choice.uncut, choice.splits
+        self.even, self.scale = found.even, found.scale
+        self.most_parts = int(found.rows[:, COUNT].max())
+        self.items = shape.units * shape.batch
 
 
-def _tile(spec: DecodeSpec) -> int:
-    return 16 if spec.head_dim * (1 if spec.is_fp8 else 2) > 128 else 32
-
-
-class _Walk:
-    """How an H200 cuts a problem."""
-
-    def __init__(self, compiled: ctypes.CDLL, plan: Plan) -> None:
-        spec = plan.spec
-        self.heads = 2 if spec.is_fp8 and plan.listed_slots >= PAIR_SLOTS else 1
-        most = 8 if spec.head_dim > 128 else 16
-        units = spec.num_kv_heads * -(-spec.group_size // most) // self.heads
-        counts = [pages_of(n, spec.page_size) for n in plan.lengths]
-        indptr = [sum(counts[:i]) for i in range(len(counts) + 1)]
-        last = [n - (c - 1) * spec.page_size if c else 0 for n, c in zip(plan.lengths, counts, strict=True)]
-        batch = Batch(indptr, last, spec.page_size)
-        tuning = (_tile(spec) * WARPS[spec], 16384, 512)
-        schedule = Schedule(compiled, units * batch.unit_slots, WORKERS, tuning)
-        self.num_chunks = schedule.num_chunks
-        self.most_chunks_of_a_request = 0
-        for request, length in enumerate(plan.lengths):
-            for unit in range(units) if length else ():
-                begin = unit * batch.unit_slots + batch.begin(request)
-                first, final = schedule.chunk_of(begin), schedule.chunk_of(begin + length - 1)
-                self.most_chunks_of_a_request = max(self.most_chunks_of_a_request, final - first + 1)
-        parts = WARPS[spec] // self.heads
-        pieces = [
-            p for begin, end in schedule.ranges for p in stream_chunk(batch, int(begin), int(end), parts)
-        ]
-        self.early_pieces = sum(len(p) > 1 and p[0].starts_before for p in pieces)
-        self.whole_pieces = sum(not piece.cut for p in pieces for piece in p)
-
-
-def test_problems_go_every_way(library: ctypes.CDLL) -> None:  # noqa: F811
-    plans = make_plans(WORKERS)
-    one, two_steps, early, d256, pairs, pairs12, tickets = (_Walk(library, plan) for plan in plans.values())
-    assert one.num_chunks == 1 and one.whole_pieces
-    assert two_steps.most_chunks_of_a_request > GROUP_CHUNKS and two_steps.num_chunks <= WORKERS
-    assert early.early_pieces > 3 and early.most_chunks_of_a_request > GROUP_CHUNKS
-    assert D256.group_size > 8 and d256.most_chunks_of_a_request > 1
-    for walk in (pairs, pairs12):
-        assert walk.heads == 2 and walk.most_chunks_of_a_request > 1
-    assert PAIRS.group_size <= 8 < PAIRS_GROUP12.group_size, "pieces in shared memory, and in scratch"
-    assert tickets.num_chunks > 2 * WORKERS and tickets.most_chunks_of_a_request > 1
-    assert all(0 in plan.lengths for plan in plans.values())
+@pytest.mark.parametrize("workers", [80, 108, 132, 148])
+def test_problems_go_every_way(tmp_path: Path, workers: int) -> None:
+    library = CutLibrary(tmp_path)
+    plans = make_plans(workers)
+    ways = {name: _Way(library, plan, workers) for name, plan in plans.items()}
+    whole, clusters, even, uneven, page1, halved, d256, waves, pairs, pairs_cut = ways.values()
+    assert whole.uncut and whole.splits == 1
+    assert clusters.uncut and clusters.splits > 1
+    assert even.even and even.most_parts > 1 and even.splits > 1
+    assert not uneven.even and uneven.most_parts > 8 and uneven.splits > 1
+    assert not page1.even and page1.most_parts > 8
+    assert halved.scale > 0 and halved.most_parts > 1
+    assert D256.group_size > 8 and d256.most_parts > 1
+    assert not waves.even and waves.items > 3 * workers and waves.most_parts > 1
+    assert pairs.heads == 2 and pairs_cut.heads == 2 and pairs_cut.most_parts > 1
+    assert PAIRS.group_size <= 8 < PAIRS_GROUP12.group_size, "one column block, and two"
+    assert all(plan.spec in SPECS for plan in plans.values())
+    assert all(0 in plan.lengths for name, plan in plans.items() if name != "even parts of clusters")
     assert {plan.spec.page_size for plan in plans.values()} >= {1, 16, 64}
-    for plan in plans.values():
-        assert all(a <= b for a, b in pairwise((1, plan.line_slots, plan.listed_slots, 1 << 30)))
-    # Other GPUs: the number of requests follows the number of SMs.
-    assert make_plans(80)["tickets"].line_slots > 80 * 16384
+    assert all(1 <= plan.counted_slots <= plan.listed_slots < 1 << 30 for plan in plans.values())

@@ -9,26 +9,31 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cut_library import COUNT, CutLibrary, cut_of
 from gpu_stress_worker import make_worker, run_stress, stress
 from stress_fakes import BESIDE, CRASHES, HANGS, OTHER_BITS, WRONG
 from stress_problems import (
     CACHE_LAYOUTS,
     E4M3,
     E5M2,
-    PAIR_SLOTS,
     QUERY_LAYOUTS,
     SPECS,
+    WORKERS,
     Limits,
+    Plan,
     build_problem,
     draw_plan,
     fast_reference,
     specs_of,
 )
 
+from evenkv.numerics.bytes import pages_of
 from evenkv.numerics.reference import reference
 from evenkv.pack.manifest import find_kernel
 from evenkv.paths import find_repository
@@ -36,12 +41,17 @@ from evenkv.spec.family import DecodeSpec
 
 SMALL = Limits(batch=6, tokens=150, huge=120)
 SMALL_SPECS = (DecodeSpec(3, 1, 16, 1), DecodeSpec(4, 2, 16, 5), DecodeSpec(4, 2, 16, 16, E4M3))
-TICKET_SLOTS = 132 * 16384  # schedule.h and tuning.cuh, on an H200: beyond, chunks are more than blocks
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kernel", "share"), [("evenkv_cuda", 1), ("evenkv_cuda general", 1), ("evenkv_triton", 10)]
+    ("kernel", "share"),
+    [
+        ("evenkv_cuda", 1),
+        ("evenkv_cuda general", 2),
+        ("evenkv_cuda batch-invariant", 4),
+        ("evenkv_triton", 10),
+    ],
 )
 def test_random_problems(kernel: str, share: int, capsys: pytest.CaptureFixture[str]) -> None:
     count = max(1, int(os.environ.get("EVENKV_STRESS_PROBLEMS", "2000")) // share)
@@ -75,7 +85,7 @@ def test_plans_cover_what_they_should() -> None:
         assert {plan.cache_layout for plan in seen} == set(CACHE_LAYOUTS)
         assert {plan.query_layout for plan in seen} == set(QUERY_LAYOUTS)
         assert {plan.shared_pages for plan in seen} == {False, True}
-        assert any(plan.listed_slots == plan.line_slots for plan in seen)
+        assert any(plan.listed_slots == plan.counted_slots for plan in seen)
 
     def count(condition: Any) -> int:
         return sum(map(condition, plans))
@@ -84,12 +94,44 @@ def test_plans_cover_what_they_should() -> None:
     assert count(lambda p: max(p.lengths) > 10_000) > 100
     assert count(lambda p: len(p.lengths) > 200) > 100 and count(lambda p: len(p.lengths) == 1) > 100
     assert count(lambda p: 0 in p.lengths and max(p.lengths) > 1000) > 100
-    pairs = [p for p in plans if p.spec.is_fp8 and p.spec.num_kv_heads % 2 == 0]
-    by_heads = Counter(p.listed_slots >= PAIR_SLOTS for p in pairs)
-    assert min(by_heads[False], by_heads[True]) > 50, "one head a block, and two"
-    for is_fp8, heads in ((False, 1), (True, 2)):
-        lines = [p.line_slots // heads for p in plans if p.spec.is_fp8 == is_fp8]
-        assert sum(slots > TICKET_SLOTS for slots in lines) > 20, "chunks handed out by tickets"
+
+
+def _ways(library: CutLibrary, plan: Plan, always_cut: bool) -> set[str]:
+    """Which ways evenkv_cuda goes with a plan's problem, on a device of WORKERS SMs."""
+    spec = plan.spec
+    counts = [pages_of(n, spec.page_size) for n in plan.lengths]
+    kv_indptr = [0, *accumulate(counts)]
+    listed = kv_indptr[-1] + plan.spare_ids
+    heads, shape, choice = cut_of(library, spec, len(counts), listed, WORKERS, always_cut=always_cut)
+    found = library.visits(shape, choice, kv_indptr, plan.lengths)
+    is_cut = bool((found.rows[:, COUNT] > 1).any())
+    numbering = "even" if found.even else "uneven"
+    ways = {f"{heads} heads a block, {'uncut' if choice.uncut else numbering}{', cut' if is_cut else ''}"}
+    if choice.splits > 1:
+        ways.add("clusters" + (" of cut requests" if is_cut else ""))
+    if found.scale > 0:
+        ways.add("parts are halved")
+    if choice.clusters < choice.cut.numbers:
+        ways.add("clusters take several parts")
+    return ways
+
+
+def test_plans_go_every_way(tmp_path: Path) -> None:
+    library = CutLibrary(tmp_path)
+    seen: Counter[str] = Counter()
+    for seed in range(2000):
+        for always_cut in (False, True):
+            seen.update(_ways(library, draw_plan(seed), always_cut))
+    wanted = [
+        "1 heads a block, uncut",
+        *(f"1 heads a block, {n}{c}" for n in ("even", "uneven") for c in ("", ", cut")),
+        *(f"2 heads a block, {n}" for n in ("even", "uneven, cut")),
+        "clusters",
+        "clusters of cut requests",
+        "parts are halved",
+        "clusters take several parts",
+    ]
+    assert {way: seen[way] for way in wanted if seen[way] < 20} == {}, seen
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", E4M3, E5M2])

@@ -7,25 +7,24 @@ so that a row compares like with like. Times are CUDA-graph replays between CUDA
 READING a buffer before each (a flush that writes leaves dirty lines, whose write-back slows the kernel by
 10 us): good for ranking variants, not a record. The record is `evenkv bench`.
 
-    python tools/kernel_lab.py                              all variants, all cases
-    python tools/kernel_lab.py --variants base,rounds --cases "b32 L4096"
-    python tools/kernel_lab.py --trace --variants rounds --cases "b32 L4096"    one block, step by step
-    python tools/kernel_lab.py --stamps --cases "b32 L4096"   when the blocks reached each stage
+    python tools/kernel_lab.py                              the source as it is, all cases
+    python tools/kernel_lab.py --variants base,kGrowTiles,loops --cases "b32 L4096,h5 91+5668"
+    python tools/kernel_lab.py --stamps --cases "b32 L4096 kv8 bf16"      when the blocks reached each stage
+    python tools/kernel_lab.py --trace 12 --cases "b32 L4096 kv8 bf16"    the steps of block 12's warps
 
-"base@FOLDER" is the variant of FOLDER/evenkv_cuda (sources with a change, say). A case
-that is spelled out, like "b16 L2048 kv8 fp8", need not be in the list.
+"base@FOLDER" is the variant of FOLDER/evenkv_cuda (sources with a change, say). Cases are those of
+`kernel_cases.py` whose names hold a part, or spelled out: "b16 L2048 kv8 fp8", "jitter b32 L4096 kv8 bf16"
+(lengths within 20 %), "logn b32 mean8192 sigma1 kv8 bf16" (log-normal lengths), "91+5668 kv4 bf16" (these
+lengths), "h5 b64 L8192", "h5 91+5668" (5 query heads, page_size 1).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,10 @@ import torch
 from flashinfer_bench.data import Solution
 
 sys.path.insert(0, str(Path(__file__).parent))
-import kernel_edits
-import kernel_stamps
-import kernel_trace
+import kernel_notes
 import kernel_variants
+from kernel_cases import LabCase, choose_cases
+from kernel_edits import Edit
 
 from evenkv.library.build import build_solution
 from evenkv.numerics.bytes import kv_bytes
@@ -49,82 +48,21 @@ from evenkv.spec.family import DecodeSpec
 ITERATIONS = 20
 MOST_ERROR = 5e-3
 
-
-@dataclass(frozen=True)
-class LabCase:
-    name: str
-    spec: DecodeSpec
-    lengths: tuple[int, ...]
-
-
-KV_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
-
-
-def uniform_case(name: str) -> LabCase:
-    """The case that "b8 L1024 kv8 bf16" spells: 32 query heads, page_size 16. Else ValueError."""
-    match = re.fullmatch(r"b(\d+) L(\d+) kv(\d+) (bf16|fp8)", name)
-    if match is None:
-        raise ValueError(f"case {name!r}: wanted one of the list or, say, 'b8 L1024 kv8 bf16'")
-    batch, context, kv = (int(number) for number in match.groups()[:3])
-    return LabCase(name, DecodeSpec(32, kv, 128, 16, KV_DTYPES[match[4]]), (context,) * batch)
-
-
-def choose_cases(parts: list[str]) -> list[LabCase]:
-    """Cases whose names hold a part, and those that are spelled out; all when nothing is asked."""
-    chosen: dict[str, LabCase] = {}
-    for part in parts:
-        hits = [case for case in lab_cases() if part in case.name] or [uniform_case(part)]
-        chosen |= {case.name: case for case in hits}
-    return list(chosen.values()) or lab_cases()
-
-
-def lab_cases() -> list[LabCase]:
-    """Where versions differ: tiny, small, mid-size, large, one long request among short ones."""
-    cases = []
-    for label, kv_dtype in KV_DTYPES.items():
-        for batch, context, kv in (
-            (1, 1024, 8),
-            (8, 1024, 8),
-            (1, 131072, 8),
-            (32, 4096, 4),
-            (32, 4096, 8),
-            (128, 2048, 8),
-            (256, 8192, 8),
-        ):
-            cases.append(uniform_case(f"b{batch} L{context} kv{kv} {label}"))
-        skewed = (131072, *[1024] * 63)
-        cases.append(LabCase(f"128k+63x1k kv8 {label}", DecodeSpec(32, 8, 128, 16, kv_dtype), skewed))
-    scout = DecodeSpec(5, 1, 128, 1)
-    cases += [
-        LabCase("91 tokens h5", scout, (91,)),
-        LabCase("63 requests h5", scout, _captured_lengths()),
-        LabCase("b64 L8192 h5 ps1", scout, (8192,) * 64),
-    ]
-    return cases
-
-
-def _captured_lengths() -> tuple[int, ...]:
-    """Tokens of the requests of the captured Llama 4 Scout step."""
-    text = (Path(__file__).parents[1] / "src/evenkv/workloads/captured.json").read_text()
-    indptr = next(w["kv_indptr"] for w in json.loads(text)["workloads"] if len(w["kv_indptr"]) == 64)
-    return tuple(after - before for before, after in zip(indptr, indptr[1:], strict=False))
-
-
-STAMPED, TRACED = ", stamped", ", traced"
+STAMPED, TRACED = ", stamped", ", traced "  # a traced one's name goes on with the block
 _FOLDER = re.compile(r"@([^,]+)")
 
 
-def edits_of(variant: str) -> list[kernel_edits.Edit]:
+def edits_of(variant: str) -> list[Edit]:
     """A variant's edits; its name may end in a folder and in the name of an instrument."""
     variant = _FOLDER.sub("", variant)
-    for suffix, instrument in ((STAMPED, kernel_stamps.STAMPS), (TRACED, kernel_trace.TRACE)):
-        if variant.endswith(suffix):
-            return [*kernel_variants.VARIANTS[variant.removesuffix(suffix)], *instrument]
-    return kernel_variants.VARIANTS[variant]
+    if variant.endswith(STAMPED):
+        return [*kernel_variants.edits_of(variant.removesuffix(STAMPED)), *kernel_notes.STAMPS]
+    variant, traced, block = variant.partition(TRACED)
+    return [*kernel_variants.edits_of(variant), *(kernel_notes.trace(int(block)) if traced else [])]
 
 
 def variant_solution(
-    variant: str, spec: DecodeSpec, kernel: str = "evenkv_cuda", edits: list[kernel_edits.Edit] | None = None
+    variant: str, spec: DecodeSpec, kernel: str = "evenkv_cuda", edits: list[Edit] | None = None
 ) -> Solution:
     """The packed solution with the variant's edits. An edit that hits nothing is an error."""
     folder = _FOLDER.search(variant)
@@ -132,11 +70,11 @@ def variant_solution(
     solution = pack_solution(manifest, spec)
     fields = solution.model_dump(mode="json")
     fields["name"] += f"_{variant}"
+    contents = {source["path"]: source for source in fields["sources"]}
     for file, text, replacement in edits_of(variant) if edits is None else edits:
-        (source,) = (s for s in fields["sources"] if s["path"] == file)
-        if text not in source["content"]:
+        if file not in contents or text not in contents[file]["content"]:
             raise SystemExit(f"variant {variant}: {file} does not hold {text!r}; amend its edits")
-        source["content"] = source["content"].replace(text, replacement)
+        contents[file]["content"] = contents[file]["content"].replace(text, replacement)
     return Solution.model_validate(fields)
 
 
@@ -249,7 +187,7 @@ def compare(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> 
     print(
         f"{torch.cuda.get_device_name()}, copy {peak / 1e6:.3f} TB/s, a kernel of one element {launch:.1f} us"
     )
-    print(f"{'case':24s}" + "".join(f"{variant:>16s}" for variant in variants))
+    print(f"{'case':34s}" + "".join(f"{variant:>16s}" for variant in variants))
     for case in cases:
         arguments = draw(case)
         limit = kv_bytes(case.spec, case.lengths) / peak
@@ -259,69 +197,77 @@ def compare(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> 
             micros, found = measure(call, arguments, buffer)
             first = found if first is None else first
             cells.append(f"{micros:8.1f} {judged(found, first, limit / micros):>6s}")
-        print(f"{case.name:24s}" + "".join(f"{cell:>16s}" for cell in cells), flush=True)
+        print(f"{case.name:34s}" + "".join(f"{cell:>16s}" for cell in cells), flush=True)
         del arguments
         torch.cuda.empty_cache()
 
 
-def _printed(call: Any, arguments: list[Any], buffer: torch.Tensor) -> str:
-    """What a launch printed from the device."""
-    flush(buffer)
-    torch.cuda.synchronize()
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with tempfile.TemporaryFile("w+") as file:
-        os.dup2(file.fileno(), 1)
-        try:
-            call(*arguments)
-            torch.cuda.synchronize()
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-        file.seek(0)
-        return file.read()
+def _take(call: Any, arguments: list[Any], count: int) -> list[int]:
+    """What the launch before noted: see kernel_notes.py."""
+    keys = arguments[1]
+    pages = -(-count * 8 // (keys[0].numel() * keys.element_size()))
+    place = torch.zeros((pages, *keys.shape[1:]), dtype=keys.dtype, device=keys.device)
+    call(arguments[0], place, place, *arguments[3:-3], kernel_notes.TAKE, *arguments[-2:])
+    return place.view(torch.uint8).flatten().view(torch.int64)[:count].tolist()
 
 
-def show_noted(variants: list[str], cases: list[LabCase], buffer: torch.Tensor, raw: bool) -> None:
-    """Prints what the blocks of a launch noted: see kernel_stamps.py and kernel_trace.py."""
+def show_noted(variants: list[str], cases: list[LabCase], buffer: torch.Tensor) -> None:
+    """Prints what the blocks, or the warps of one, of a launch noted."""
     for case in cases:
         arguments = draw(case)
-        printing = [*arguments[:-3], kernel_edits.PRINT, *arguments[-2:]]
         for variant in variants:
-            tool = kernel_stamps if variant.endswith(STAMPED) else kernel_trace
+            stamped = variant.endswith(STAMPED)
+            count = kernel_notes.STAMP_NOTES if stamped else kernel_notes.TRACE_NOTES
             call = build_solution(variant_solution(variant, case.spec))
             for _ in range(2):  # the first launch pays for loading the module
                 flush(buffer)
                 call(*arguments)
-                printed = _printed(call, printing, buffer)
-            print(f"{variant}: {case.name}\n{printed if raw else tool.summarise(printed)}", flush=True)
+                notes = _take(call, arguments, count)
+            table = kernel_notes.stamp_table if stamped else kernel_notes.trace_table
+            print(f"{variant}: {case.name}\n{table(notes)}", flush=True)
         del arguments
         torch.cuda.empty_cache()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", default=",".join(kernel_variants.VARIANTS))
-    parser.add_argument(
-        "--cases", default="", help="parts of case names or cases spelled out, comma-separated"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trace", action="store_true")
+    parser.add_argument(
+        "--variants",
+        default="base",
+        help='comma-separated, or joined by "+" to one; "kGrowTiles=3" gives a number another value, '
+        f'"kGrowTiles" stands for several. Named: {", ".join(kernel_variants.NAMED)}; '
+        f"numbers: {', '.join(kernel_variants.NUMBERS)}",
+    )
+    parser.add_argument(
+        "--cases", default="", help="parts of case names or cases spelled out, comma-separated; default: all"
+    )
     parser.add_argument("--warm", action="store_true", help="no flush of L2 between replays")
-    parser.add_argument("--stamps", action="store_true")
-    parser.add_argument("--raw", action="store_true", help="stamps and traces as they were noted")
+    noted = parser.add_mutually_exclusive_group()
+    noted.add_argument("--stamps", action="store_true", help="when the blocks reached each stage")
+    noted.add_argument(
+        "--trace",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="BLOCK",
+        help="each step of one block's warps; blocks count along splits first, then units; default: block 0",
+    )
     chosen = parser.parse_args()
+    cases = choose_cases([part for part in chosen.cases.split(",") if part])
+    traced = chosen.trace is not None
+    suffix = STAMPED if chosen.stamps else f"{TRACED}{chosen.trace}" if traced else ""
+    variants = [variant + suffix for variant in kernel_variants.choose_variants(chosen.variants)]
+    for variant in variants:
+        edits_of(variant)  # a name that is unknown ends here, not in the workers that build
     if not torch.cuda.is_available():
         raise SystemExit("kernel_lab: wanted a CUDA GPU, found none.")
-    parts = [part for part in chosen.cases.split(",") if part]
-    cases = choose_cases(parts)
     buffer = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
-    variants = chosen.variants.split(",")
-    suffix = STAMPED if chosen.stamps else TRACED if chosen.trace else ""
-    variants = [variant + suffix for variant in variants]
     build_all({(variant, case.spec) for variant in variants for case in cases})
     flushed = buffer[:1] if chosen.warm else buffer
     if suffix:
-        show_noted(variants, cases, flushed, chosen.raw)
+        show_noted(variants, cases, flushed)
     else:
         compare(variants, cases, flushed)
 

@@ -1,65 +1,73 @@
-"""What tools/kernel_lab.py compares: edits of the authored sources. "base" is the source as it is."""
+"""What tools/kernel_lab.py compares: edits of the authored sources. "base" is the source as it is.
+
+A number of choose.h or tuning.cuh takes any value: "kGrowTiles=3". NUMBERS names the ones that matter and
+values worth trying; "kGrowTiles" alone stands for all of those. Variants add up: "pairs never+kWaves10=40".
+"""
 
 from __future__ import annotations
 
-from kernel_edits import Edit, after, before
+import re
+from functools import cache
+from pathlib import Path
 
-_TUNING = "constexpr ScheduleTuning kScheduleTuning = {kTileTokens * kWarps, 16384, 512};"
+from kernel_edits import Edit, before
+
+_SOURCES = Path(__file__).parents[1] / "src/evenkv/kernels/evenkv_cuda"
+
+NUMBERS: dict[str, tuple[str, ...]] = {
+    # How large clusters grow, and when requests stay whole.
+    "kGrowTiles": ("1", "4"),
+    "kSmallSlots": ("512", "2048"),
+    "kLargeSplits": ("1", "4"),
+    "kUncutTiles": ("4", "16"),
+    "kWorstTiles": ("14", "56"),
+    # Parts of even requests.
+    "kEven100": ("110", "150"),
+    "kEvenTiles": ("1", "4"),
+    "kMostEvenParts": ("16", "64"),
+    "kWaves10": ("15", "40"),
+    "kWaveTokens": ("512", "2048"),
+    # Parts of uneven ones.
+    "kFairParts": ("2", "4"),
+    "kUnevenTokens": ("1024", "4096"),
+    "kUnevenWaveTokens": ("2048", "6144"),
+}
 
 
-def _schedule(single_round_slots: int, tail_chunk: int) -> Edit:
-    changed = _TUNING.replace("16384, 512", f"{single_round_slots}, {tail_chunk}")
-    return ("tuning.cuh", _TUNING, changed)
+@cache
+def _constants() -> dict[str, tuple[str, str]]:
+    """The files and values of the constants of choose.h and tuning.cuh."""
+    found = {}
+    for file in ("choose.h", "tuning.cuh"):
+        for statement in re.findall(r"^constexpr [^;]+;", (_SOURCES / file).read_text(), re.MULTILINE):
+            found |= {name: (file, value) for name, value in re.findall(r" (k\w+) = ([^,;]+)", statement)}
+    return found
 
 
-_FIRST_ROUND = "round == 0 ? per_worker - (per_worker >> 2) : per_worker >> (round + 2)"
-_SEVEN_EIGHTHS = "round == 0 ? per_worker - (per_worker >> 3) : per_worker >> (round + 3)"
+def number(name: str, value: str) -> Edit:
+    """The edit that gives a constant another value; what it is now does not matter."""
+    file, now = _constants()[name]
+    return (file, f" {name} = {now}", f" {name} = {value}")
 
-_FIFTEEN_SIXTEENTHS = "round == 0 ? per_worker - (per_worker >> 4) : per_worker >> (round + 4)"
 
-_ROUNDS = [_schedule(1024, 256)]
+def _block(warps: str, stages: str, resident: str) -> list[Edit]:
+    """Blocks of so many warps with so many tiles each, and how many an SM registers must leave room for."""
+    return [number("kWarps", warps), number("kStages", stages), number("kResident", resident)]
 
-_FIT = "  fit_chunks_to_requests(s, unit_slots / batch);\n"
-_SMALL = "kSmallSlotsPerWorker = 1024, kSmallMostTokens = 2560;"
-_SMALL_BLOCKS = "constexpr int kSmallWarps = 4, kSmallThreads = kSmallWarps * 32, kSmallStages = 2;"
-_RESIDENT = "kSmallResident = kHeadDim > 128 || kColumnBlocks > 1 ? 2 : 3"
+
 _RUN = "TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<kByShapes>);"
-
-
-def _small_blocks(warps: int, stages: int, resident: int) -> list[Edit]:
-    blocks = _SMALL_BLOCKS.replace("Warps = 4", f"Warps = {warps}").replace(
-        "Stages = 2", f"Stages = {stages}"
-    )
-    return [("tuning.cuh", _SMALL_BLOCKS, blocks), ("tuning.cuh", _RESIDENT, f"kSmallResident = {resident}")]
-
-
-# Half the warps and shared memory a block: one block's end beside the other's stream.
-_TWO_BLOCKS: list[Edit] = [
-    ("tuning.cuh", "? 232448", "? 115200"),
-    ("tuning.cuh", "kWarps == 8 ? 3 : kColumnBlocks > 1 ? 1 : 2", "kWarps == 8 ? 3 : 1"),
-    _schedule(8192, 256),
-    ("kernel.cu", "prepare(p, *workers, kHeads", "prepare(p, *workers * 2, kHeads"),
-    ("kernel.cuh", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 2)"),
-]
-
-# More blocks for a long request among short ones than any device takes; an H200 does.
-_ALLOWED = "!allow_shared(small_decode_kernel, sizeof(SmallShared))"
-_SIZE_ALLOWED = "small_decode_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1"
-_CLUSTERS_OF_16: list[Edit] = [
-    ("ptx.cuh", "constexpr int kMostSplits = 8;", "constexpr int kMostSplits = 16;"),
-    (
-        "small_launch.cuh",
-        _ALLOWED,
-        f'{_ALLOWED} || failed(cudaFuncSetAttribute({_SIZE_ALLOWED}), "clusters of 16")',
-    ),
-]
+_PAIRS = "if (p.invariant_tokens == 0 && p.num_kv_heads % 2 == 0 && items > room->clusters[0] &&"
+_PAIRS_AT_ONCE = "items <= int64_t{4} * room->workers) {"
+_PAIR_TYPES = "if constexpr (kIsFp8 && kGroupCuts == 1)"
+_LOOPS_IF = "if (small && !waves)"
+_LOOPS = "clusters = std::max(parts * s.batch, std::min(at_once / s.units, numbers));"
 
 # Rows of any pages with fewer instructions: the row's mark travels with its place, and one multiply-add makes
 # the address.
 _SHORT_ROWS: list[Edit] = [
     before(
         "ptx.cuh",
-        "// Named barriers of a block: some",
+        "__device__ __forceinline__ void prefetch_l2(",
         "template <typename T>\n__device__ __forceinline__ const T* opaque(const T* p) {\n"
         '  asm("" : "+l"(p));\n  return p;\n}\n',
     ),
@@ -99,44 +107,60 @@ _SHORT_BLOCKS: list[Edit] = [
     ),
 ]
 
-# A policy in registers is moved to uniform ones before each copy: 32 instructions a tile.
-_NO_POLICY: Edit = ("cursor.cuh", "copy_async_16<true>", "copy_async_16<false>")
-
-_ALL_SHORT = [*_SHORT_BLOCKS, *_SHORT_ROWS, _NO_POLICY]
-
-VARIANTS: dict[str, list[Edit]] = {
+_NAMED: dict[str, list[Edit]] = {
     "base": [],
-    "rounds": _ROUNDS,
-    "rounds 7/8": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _SEVEN_EIGHTHS)],
-    "rounds 15/16": [*_ROUNDS, ("schedule.h", _FIRST_ROUND, _FIFTEEN_SIXTEENTHS)],
-    "rounds coarse": [_schedule(1024, 512)],
-    "one round up to 32k": [_schedule(32768, 512)],
-    "two blocks an SM": _TWO_BLOCKS,
-    "not fitted": [("schedule.h", _FIT, "")],
-    "general": [("binding.cpp", _RUN, _RUN.replace("kByShapes", "kGeneral"))],
-    "small from general": [
-        ("tuning.cuh", _SMALL, "kSmallSlotsPerWorker = 2048, kSmallMostTokens = 1 << 20;")
+    # What the launch alone takes: nothing is computed.
+    "exit at entry": [before("kernel.cuh", "  // Page ids: into L2", "  if (p.batch > 0) return;")],
+    # Every request as one that may be cut; with parts whose bits do not depend on the batch.
+    "always cut": [("binding.cpp", _RUN, _RUN.replace("kByShapes", "kAlwaysCut"))],
+    "batch invariant": [("binding.cpp", _RUN, _RUN.replace("kByShapes", "kBatchInvariant"))],
+    # One cluster a number but no more than run at once, where the batch does; in any batch.
+    "loops": [("choose.h", _LOOPS_IF, "if (!waves)")],
+    "loops in waves": [
+        ("choose.h", _LOOPS_IF, "if (true)"),
+        ("choose.h", _LOOPS, "clusters = std::min(clusters, std::max<int64_t>(at_once / s.units, 1));"),
     ],
+    # Two KV heads a block: in no batch; in every fp8 one; where fp8 has them, in 16 bits too.
+    "pairs never": [("kernel.cu", _PAIRS, f"if (false && {_PAIRS.removeprefix('if (')}")],
+    "pairs always": [
+        ("kernel.cu", _PAIRS, _PAIRS.replace("items > room->clusters[0]", "items > 0")),
+        ("kernel.cu", _PAIRS_AT_ONCE, "items > 0) {"),
+    ],
+    "pairs of 16 bits": [("kernel.cu", _PAIR_TYPES, "if constexpr (kGroupCuts == 1)")],
+    "2 warps": _block("2", "2", "6"),
+    "8 warps": _block("8", "2", "1"),
+    "3 stages": _block("4", "3", "2"),
+    "4 stages": _block("4", "4", "1"),
+    "2 resident": [number("kResident", "2")],
     "short rows": _SHORT_ROWS,
     "short blocks": _SHORT_BLOCKS,
-    "short blocks and rows": [*_SHORT_BLOCKS, *_SHORT_ROWS],
-    "all short": _ALL_SHORT,
-    "two blocks all short": [*_TWO_BLOCKS, *_ALL_SHORT],
-    "clusters of 16 all short": [*_CLUSTERS_OF_16, *_ALL_SHORT],
-    "clusters of 16": _CLUSTERS_OF_16,
-    "small 8 warps": _small_blocks(8, 2, 1),
-    "small 3 stages": _small_blocks(4, 3, 2),
-    # What the launch and the way to the schedule take: nothing is computed.
-    "exit at entry": [before("kernel.cuh", "  const Schedule& schedule =", "  if (p.batch > 0) return;")],
-    "exit scheduled": [
-        after("streaming_warps.cuh", "    __syncthreads();\n", "    if (p_.batch > 0) in_chunk_ = false;"),
-        before("kernel.cuh", "    const bool has_chunk =", "    if (p.batch > 0) return;"),
-    ],
-    "sums of 16": [("merging_warps.cuh", "kBatch = kQuads > 1 ? 4 : 8;", "kBatch = kQuads > 1 ? 4 : 16;")],
-    "pairs from 1M": [("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = 1 << 20")],
-    "pairs never": [
-        ("tuning.cuh", "kPairHeadsFromSlots = 1 << 21", "kPairHeadsFromSlots = int64_t{1} << 40")
-    ],
-    "batch invariant": [("binding.cpp", _RUN, _RUN.replace("kByShapes", "kBatchInvariant"))],
-    "no policy": [_NO_POLICY],
 }
+_NUMBERED = {f"{name}={value}": [number(name, value)] for name, values in NUMBERS.items() for value in values}
+
+NAMED = tuple(_NAMED)
+VARIANTS = {**_NAMED, **_NUMBERED}
+
+
+def edits_of(variant: str) -> list[Edit]:
+    """The edits that a name stands for; variants joined by "+" follow one another."""
+    edits = []
+    for part in variant.split("+"):
+        name, _, value = part.partition("=")
+        if part in VARIANTS:
+            edits += VARIANTS[part]
+        elif name in _constants() and value:
+            edits.append(number(name, value))
+        else:
+            raise SystemExit(
+                f"variant {part!r}: wanted {', '.join(NAMED)}, or a number of choose.h or tuning.cuh "
+                "like 'kGrowTiles=3'"
+            )
+    return edits
+
+
+def choose_variants(names: str) -> list[str]:
+    """The variants of a comma-separated list, in which a number alone stands for the values in NUMBERS."""
+    chosen = []
+    for name in names.split(","):
+        chosen += [f"{name}={value}" for value in NUMBERS[name]] if name in NUMBERS else [name]
+    return chosen

@@ -42,13 +42,14 @@ CASES = (
     "b32 L4096 kv8 fp8",
     "b32 L4096 kv4 bf16",
     "128k+63x1k kv8 bf16",
-    "b64 L8192 h5 ps1",
+    "h5 b64 L8192",
     "b256 L8192 kv8 bf16",
     "b8 L1024 kv8 bf16",
     "63 requests h5",
 )
 HOST_CALLS = 60
 _PROCESSES = 16
+WARM_TOKENS = (32, 4096)
 
 
 def number(name: str, value: int, file: str = "tuning.py") -> Edit:
@@ -61,9 +62,20 @@ def number(name: str, value: int, file: str = "tuning.py") -> Edit:
 
 VARIANTS: dict[str, list[Edit]] = {
     "base": [],
-    "chunks of 32": [number("MIN_CHUNK_SLOTS", 32)],
     "3 buffers": [number("MOST_BUFFERS", 3)],
-    "8 x 1 warp": [number("PROGRAMS_PER_SM", 8), number("WARPS", 1), number("EVEN_SLOTS", 2048)],
+    "8 x 1 warp": [number("PROGRAMS_PER_SM", 8), number("WARPS", 1)],
+    "parts of 2 steps": [number("PART_STEPS", 2)],
+    "parts of 4 steps": [number("PART_STEPS", 4), number("UNCUT_STEPS", 8)],
+    "parts of 16 steps": [number("PART_STEPS", 16), number("UNCUT_STEPS", 32)],
+    "uncut to 28": [number("WORST_STEPS", 28)],
+    "uncut to 0": [number("WORST_STEPS", 0)],
+    "most parts 64": [number("MOST_PARTS", 64)],
+    "most parts 512": [number("MOST_PARTS", 512)],
+    "even to twice": [number("EVEN_100", 200)],
+    "parts of a half": [number("FAIR_PARTS", 2)],
+    "parts from 1024": [number("UNEVEN_TOKENS", 1024)],
+    "no waves": [number("WAVES_10", 10)],
+    "merges of 64": [number("MERGE_REGISTERS", 64)],
 }
 
 
@@ -72,11 +84,13 @@ def solution(variant: str, spec: DecodeSpec) -> Any:
 
 
 def _warm(job: tuple[str, DecodeSpec]) -> tuple[float, str | None]:
-    """Compiles by a call of one short request; whatever decides the code is the same as in a long one."""
+    """Compiles by calls of one request that stays whole and of one that is cut: all that decides the code."""
     variant, spec = job
     start = time.monotonic()
     try:
-        build_solution(solution(*job))(*draw(LabCase("warm", spec, (32,))))
+        call = build_solution(solution(*job))
+        for tokens in WARM_TOKENS:
+            call(*draw(LabCase("warm", spec, (tokens,))))
         torch.cuda.synchronize()
     except BaseException as error:
         return 0.0, f"{variant} {spec.short_name}: {type(error).__name__}: {str(error)[-1500:]}"

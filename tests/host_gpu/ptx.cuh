@@ -2,8 +2,9 @@
 // sources.
 //
 // A lane is a fiber. Lanes exchange words where CUDA has a collective (shuffles, ballots, ldmatrix, mma) and
-// give way where one waits (barriers, flags). Everything runs in one thread: this finds wrong indices,
-// protocols that lose a tile or hang, and copies used before they arrived, not missing fences.
+// give way where one waits (barriers). Everything runs in one thread: this finds wrong indices, protocols
+// that lose a part or hang, reads outside the inputs, and copies used before they arrived, not missing
+// fences.
 #pragma once
 
 #include <ucontext.h>
@@ -17,6 +18,7 @@
 #include <deque>
 #include <initializer_list>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -24,6 +26,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__  // after the standard headers, which use the name
 #define __launch_bounds__(...)
 #define __grid_constant__
 
@@ -64,7 +67,7 @@ struct Barrier {
   uint32_t phase = 0;
 };
 struct Index {
-  uint32_t x, y, z;
+  uint32_t x = 0, y = 0, z = 0;
 };
 struct Block;
 struct Cluster {
@@ -76,13 +79,14 @@ struct Block {
   uint8_t* shared;
   Index index;
   Cluster* cluster = nullptr;
-  Barrier barriers[16];
+  Barrier barrier;
   std::vector<Exchange> warps;
+  size_t running;  // warps
 };
 struct Copy {
   uint8_t* dst;
   const uint8_t* src;
-  uint32_t valid, bytes;
+  uint32_t valid;  // of 16 bytes
 };
 struct Lane {
   ucontext_t context;
@@ -99,13 +103,21 @@ inline Lane* current;
 inline jmp_buf scheduler;
 inline uint64_t progress;         // moves unless all lanes wait
 inline bool copies_arrive_early;  // at once, or only when a lane waits for them
-inline uint32_t grid;
+inline Index grid;
 inline std::string fault;
-// What copies may read; empty: anything.
 struct Memory {
   const char *begin, *end;
+
+  bool holds(const void* p, size_t bytes) const {
+    return static_cast<const char*>(p) >= begin && static_cast<const char*>(p) + bytes <= end;
+  }
 };
-inline std::vector<Memory> readable;
+inline std::vector<Memory> inputs;  // what copies and read-only loads may read
+inline Memory partials, counters;   // of this launch
+
+inline bool is_input(const void* p, size_t bytes) {
+  return std::any_of(inputs.begin(), inputs.end(), [&](const Memory& m) { return m.holds(p, bytes); });
+}
 
 inline void give_way() {
   if (!_setjmp(current->resume)) _longjmp(scheduler, 1);
@@ -126,23 +138,21 @@ inline const Words* collect(std::initializer_list<uint64_t> words) {
   return exchange.words[phase & 1];
 }
 
-inline void meet(Barrier& b, int threads, bool wait) {
+inline void meet(Barrier& b, size_t warps) {
   const uint32_t phase = b.phase;
-  if (++b.arrived == threads) {
+  if (++b.arrived == static_cast<int>(warps) * 32) {
     b.arrived = 0;
     ++b.phase;
     ++progress;
-  } else if (wait) {
+  } else {
     while (b.phase == phase) give_way();
   }
 }
 
-inline void barrier(int id, int threads, bool wait) { meet(current->block->barriers[id], threads, wait); }
-
 inline uint8_t* shared(uint32_t address) { return current->block->shared + address; }
 
 inline void arrive(const Copy& copy) {
-  memset(copy.dst, 0, copy.bytes);
+  memset(copy.dst, 0, 16);
   memcpy(copy.dst, copy.src, copy.valid);
 }
 
@@ -205,20 +215,22 @@ inline uint32_t half_of(uint64_t word, int index) { return word >> 16 * index & 
 }  // namespace host_gpu
 }  // namespace evenkv
 
-#define threadIdx (evenkv::host_gpu::Index{evenkv::host_gpu::current->thread, 0, 0})
+#define threadIdx (evenkv::host_gpu::Index{evenkv::host_gpu::current->thread})
 #define blockIdx (evenkv::host_gpu::current->block->index)
-#define gridDim (evenkv::host_gpu::Index{evenkv::host_gpu::grid, 1, 1})
+inline const evenkv::host_gpu::Index& gridDim = evenkv::host_gpu::grid;
 
 template <typename T>
 T __ldg(const T* p) {
-  return *p;
+  if (evenkv::host_gpu::is_input(p, sizeof(T))) return *p;
+  evenkv::host_gpu::fault = "a load reads outside the inputs";
+  return {};
 }
 template <typename T>
 T __ldcg(const T* p) {
-  return *p;
+  if (evenkv::host_gpu::partials.holds(p, sizeof(T))) return *p;
+  evenkv::host_gpu::fault = "a load reads outside the launch's partials";
+  return {};
 }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<uint32_t>(x)); }
-inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline float __uint_as_float(uint32_t bits) { return evenkv::host_gpu::as_float(bits); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
@@ -230,25 +242,10 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return r;
 }
 
-inline void __threadfence() {}
-inline void __threadfence_block() {}
 inline void __syncwarp() { evenkv::host_gpu::collect({}); }
 inline void __syncthreads() {
-  evenkv::host_gpu::barrier(0, static_cast<int>(evenkv::host_gpu::current->block->warps.size()) * 32, true);
-}
-template <typename T, typename U>
-T atomicAdd(T* p, U value) {
-  const T before = *p;
-  *p += value;
-  ++evenkv::host_gpu::progress;
-  return before;
-}
-template <typename T>
-T atomicMax(T* p, T value) {
-  const T before = *p;
-  *p = std::max(before, value);
-  ++evenkv::host_gpu::progress;
-  return before;
+  evenkv::host_gpu::Block& block = *evenkv::host_gpu::current->block;
+  evenkv::host_gpu::meet(block.barrier, block.warps.size());
 }
 inline uint32_t __ballot_sync(uint32_t, bool vote) {
   const auto* words = evenkv::host_gpu::collect({vote});
@@ -284,34 +281,20 @@ inline uint32_t shared_address(const void* p) {
 }
 
 // Until it arrives, a copy's destination holds NaN.
-template <int kBytes>
-void copy_async(uint32_t dst, const void* src, uint32_t valid) {
-  const host_gpu::Copy copy = {host_gpu::shared(dst), static_cast<const uint8_t*>(src), valid, kBytes};
-  const bool aligned = dst % kBytes == 0 && (valid == 0 || reinterpret_cast<uintptr_t>(src) % kBytes == 0);
+inline void copy_async_16(uint32_t dst, const void* src, uint32_t valid) {
+  const host_gpu::Copy copy = {host_gpu::shared(dst), static_cast<const uint8_t*>(src), valid};
+  const bool aligned = dst % 16 == 0 && (valid == 0 || reinterpret_cast<uintptr_t>(src) % 16 == 0);
   if (!aligned) host_gpu::fault = "a copy is not aligned";
-  const char* from = static_cast<const char*>(src);
-  bool inside = valid == 0 || host_gpu::readable.empty();
-  for (const auto& memory : host_gpu::readable) inside |= from >= memory.begin && from + valid <= memory.end;
-  if (!inside) {
-    host_gpu::fault = "a copy reads outside q, the caches and k_scale";
+  if (valid > 0 && !host_gpu::is_input(src, valid)) {
+    host_gpu::fault = "a copy reads outside the inputs";
     return;
   }
   if (host_gpu::copies_arrive_early) {
     host_gpu::arrive(copy);
   } else {
-    memset(copy.dst, 0xff, kBytes);
+    memset(copy.dst, 0xff, 16);
     host_gpu::current->open.push_back(copy);
   }
-}
-template <bool>
-void copy_async_16(uint32_t dst, const void* src, uint32_t valid) {
-  copy_async<16>(dst, src, valid);
-}
-inline void copy_async_4(uint32_t dst, const void* src, uint32_t valid) { copy_async<4>(dst, src, valid); }
-inline uint32_t load_shared(uint32_t address) {
-  uint32_t v;
-  memcpy(&v, host_gpu::shared(address), 4);
-  return v;
 }
 inline void copy_async_commit() {
   host_gpu::current->groups.push_back(std::move(host_gpu::current->open));
@@ -324,23 +307,27 @@ void copy_async_wait() {
     for (const host_gpu::Copy& copy : groups.front()) host_gpu::arrive(copy);
   }
 }
-inline void prefetch_l2(const void*) {}
-constexpr int kMostSplits = 8;  // blocks of a cluster that any device takes
+inline void prefetch_l2(const void* p) {
+  if (!host_gpu::is_input(p, 4)) host_gpu::fault = "a prefetch lies outside the inputs";
+}
 template <bool kOrders>
 inline void cluster_barrier() {
   host_gpu::Cluster& cluster = *host_gpu::current->block->cluster;
-  const size_t threads = cluster.blocks.size() * cluster.blocks[0]->warps.size() * 32;
-  host_gpu::meet(cluster.barrier, static_cast<int>(threads), true);
+  host_gpu::meet(cluster.barrier, cluster.blocks.size() * cluster.blocks[0]->warps.size());
 }
 inline const float* shared_of_rank(const float* own, int32_t rank) {
   const auto at = reinterpret_cast<const uint8_t*>(own) - host_gpu::current->block->shared;
   return reinterpret_cast<const float*>(host_gpu::current->block->cluster->blocks[rank]->shared + at);
 }
-inline void nap() { host_gpu::give_way(); }
-inline int32_t count_in_release(int32_t* counter) { return atomicAdd(counter, 1); }
+inline int32_t count_in_release(int32_t* counter) {
+  if (!host_gpu::counters.holds(counter, sizeof *counter)) {
+    host_gpu::fault = "an arrival counts outside the launch's counters";
+    return -1;
+  }
+  ++host_gpu::progress;
+  return (*counter)++;
+}
 inline void acquire() {}
-inline void barrier_wait(int barrier, int threads) { host_gpu::barrier(barrier, threads, true); }
-inline void barrier_arrive(int barrier, int threads) { host_gpu::barrier(barrier, threads, false); }
 
 inline void load_matrix(uint32_t (&r)[4], uint32_t address, bool transposed) {
   const auto* rows = host_gpu::collect({address});

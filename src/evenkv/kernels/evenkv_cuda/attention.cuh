@@ -22,42 +22,10 @@ struct Attention {
   float l[kColumnBlocks][2];  // the lane's own share of the sum
   float logit_scale;          // sm_scale * log2(e) * k_scale / the power of two that q was scaled by
 
-  // Enqueues the copies of a piece's queries, `heads` rows from `head0` on, and of its K scale.
-  static __device__ __forceinline__ void copy_queries(const DecodeParams& p, uint32_t stage, int32_t request,
-                                                      int32_t head0, int32_t heads, int32_t kv_head) {
-    constexpr int kQueryRowBytes = kHeadDim * 2;
-    const char* rows =
-        static_cast<const char*>(p.q) + (request * p.q_stride_batch + head0 * p.q_stride_head) * 2;
-    const int32_t size = p.q_copy_bytes;
-    // Rows without a head become zeros: their scores must not look larger than the others'.
-#pragma unroll 1
-    for (int32_t at = (threadIdx.x & 31) * size; at < kColumnBlocks * 8 * kQueryRowBytes; at += 32 * size) {
-      const int32_t head = at / kQueryRowBytes, column = at % kQueryRowBytes;
-      const uint32_t dst = stage + head * kQueryStride + column;
-      const bool valid = head < heads;
-      const char* src = rows + (valid ? head * p.q_stride_head * 2 + column : 0);
-      if (size == 16) {
-        copy_async_16<false>(dst, src, valid ? 16 : 0);
-      } else {
-        copy_async_4(dst, src, valid ? 4 : 0);
-      }
-    }
-    if (p.k_scale != nullptr && threadIdx.x % 32 == 0) {
-      copy_async_4(stage + kColumnBlocks * 8 * kQueryStride, p.k_scale + kv_head, 4);
-    }
-  }
-
-  // Starts a piece whose queries arrived.
-  __device__ __forceinline__ void start(const DecodeParams& p, uint32_t stage) {
-    take_queries([&](int head, int byte) { return load_shared(stage + head * kQueryStride + byte); });
-    set_scale(p, p.k_scale == nullptr
-                     ? 1.0f
-                     : __uint_as_float(load_shared(stage + kColumnBlocks * 8 * kQueryStride)));
-  }
-
-  // Starts a piece from global memory; the loads are under way when it returns. set_scale must follow.
-  __device__ __forceinline__ void start_from_global(const DecodeParams& p, int32_t request, int32_t head0,
-                                                    int32_t heads) {
+  // Asks for the queries of a request's `heads` heads from `head0` on; the loads are under way when it
+  // returns. set_scale must follow.
+  __device__ __forceinline__ void start(const DecodeParams& p, int32_t request, int32_t head0,
+                                        int32_t heads) {
     const char* rows =
         static_cast<const char*>(p.q) + (request * p.q_stride_batch + head0 * p.q_stride_head) * 2;
     take_queries([&](int head, int byte) {
@@ -136,7 +104,6 @@ struct Attention {
 #pragma unroll
     for (int block = 0; block < kTileRowBlocks; ++block)
       multiply_keys(stage + block * 16 * kRowBytes, s[block]);
-    const bool poisoned = tile.flags & kPoisoned;
 #pragma unroll
     for (int block = 0; block < kTileRowBlocks; ++block) {
 #pragma unroll
@@ -145,9 +112,7 @@ struct Attention {
         for (int i = 0; i < 4; ++i) s[block][n][i] *= logit_scale;
       }
     }
-    if (tile.tokens() < kTileTokens || tile.unreadable != 0 || poisoned) {
-      mask(tile.tokens(), poisoned ? kAllLanes : tile.unreadable, s);
-    }
+    if (tile.tokens < kTileTokens || tile.unreadable != 0) mask(tile.tokens, tile.unreadable, s);
 
     bool grows = false;
 #pragma unroll
@@ -190,7 +155,7 @@ struct Attention {
     }
   }
 
-  // Ends a piece: afterwards every lane of a column holds the sum over all tokens.
+  // Ends a walk: afterwards every lane of a column holds the sum over all tokens.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int n = 0; n < kColumnBlocks; ++n) {

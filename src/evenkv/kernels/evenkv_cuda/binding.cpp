@@ -125,7 +125,7 @@ inline void check_alignment(const char* name, uint64_t bits, uint64_t bytes) {
   if (bits & (bytes - 1)) refuse_alignment(name, static_cast<int64_t>(bytes));
 }
 
-enum Choice { kByShapes, kGeneral, kBatchInvariant };
+enum Choice { kByShapes, kAlwaysCut, kBatchInvariant };
 
 template <Choice kChoice>
 void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_indptr, TensorView kv_indices,
@@ -151,8 +151,7 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
   check("lse", lse, kFloat32, {batch, H}, device);
   check_contiguous("output", output);
   check_contiguous("lse", lse);
-  const uint64_t q_bits = alignment_bits(q);
-  check_alignment("q", q_bits, 4);
+  check_alignment("q", alignment_bits(q), 4);
   check_alignment("k_cache", alignment_bits(k_cache), 16);
   check_alignment("v_cache", alignment_bits(v_cache), 16);
   check_alignment("output", alignment_bits(output), 16);
@@ -164,7 +163,6 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
   const int64_t* strides = q.strides().data();
   p.q_stride_batch = strides[0];
   p.q_stride_head = strides[1];
-  p.q_copy_bytes = q_bits % 16 == 0 ? 16 : 4;
   p.k_cache = k_cache.data_ptr();
   p.v_cache = v_cache.data_ptr();
   strides = k_cache.strides().data();
@@ -195,8 +193,8 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_ind
   p.page_size = P;
   p.num_kv_indices = static_cast<int32_t>(num_kv_indices);
   p.sm_scale = static_cast<float>(sm_scale);
-  p.request_chunk_shift = kChoice == kBatchInvariant ? evenkv::kRequestChunkShift : 0;
-  p.general_only = kChoice == kGeneral;
+  p.invariant_tokens = kChoice == kBatchInvariant ? evenkv::kInvariantTokens : 0;
+  p.always_cut = kChoice == kAlwaysCut;
   void* stream = TVMFFIEnvGetStream(device.device_type, device.device_id);
   if (const char* error = evenkv::launch_decode(p, device.device_id, stream)) report(error);
 }
@@ -210,6 +208,6 @@ void fill_scratch(int64_t byte) {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<kByShapes>);
 // The same arguments. A request's bits do not depend on the rest of the batch.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_batch_invariant, run<kBatchInvariant>);
-// The same arguments. Small problems too go to the general kernel: for tests and comparisons.
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_general, run<kGeneral>);
+// The same arguments. Never the kernel for requests that stay whole: for tests and comparisons.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_general, run<kAlwaysCut>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_scratch, fill_scratch);

@@ -1,61 +1,112 @@
-// The launcher: device facts, and the one launch.
+// The launcher: device facts, what shapes settle, scratch, and the one launch.
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
+#include "choose.h"
 #include "device_facts.cuh"
 #include "kernel.cuh"
-#include "prepare.cuh"
 #include "scratch.cuh"
-#include "small_launch.cuh"
 
 namespace evenkv {
 namespace {
 
+using Kernel = void (*)(DecodeParams);
+
+// A launch in clusters; a plain one where this build has code for devices without them.
+constexpr bool kHasClusters = oldest_architecture() >= 900;
 template <int kHeads>
-const char* launch(DecodeParams& p, int device, cudaStream_t stream) {
-  static PerDevice<int32_t> workers_of;  // SM counts, once the kernel may use its shared memory there
-  const int32_t* workers = workers_of.get(device, [device](int32_t& count) {
-    return count_workers(count, device) && allow_shared(decode_kernel<kHeads>, sizeof(SharedMemory<kHeads>));
-  });
-  if (workers == nullptr) return message.c_str();
-  static_assert(sizeof(SharedMemory<kHeads>) <= kSharedBudget,
-                "tuning.cuh counted less than SharedMemory holds");
-  LaunchSizes sizes;
-  if (const char* error = prepare(p, *workers, kHeads, sizes)) return error;
-  Scratch scratch;
-  if (const char* error =
-          get_scratch(device, stream, sizes.partial_floats * sizeof(float), sizes.counters, scratch)) {
-    return error;
+struct Launch {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute cluster{};
+
+  Launch(int32_t splits, int32_t units, int32_t clusters, cudaStream_t stream) {
+    config.gridDim = dim3(splits, units, clusters);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = sizeof(BlockShared<kHeads>);
+    config.stream = stream;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
+    config.attrs = &cluster;
+    config.numAttrs = kHasClusters ? 1 : 0;
   }
-  p.partials = scratch.partials;
-  p.counters = scratch.counters;
+};
+
+template <int kHeads>
+bool ask_for_room(DeviceRoom& room, int device) {
+  constexpr size_t kBytes = sizeof(BlockShared<kHeads>);
+  static_assert(kBytes <= kSharedBudget, "a block has more than an SM");
+  const Kernel cut = decode_kernel<kHeads, false>, uncut = decode_kernel<kHeads, kHeads == 1>;
+  int32_t resident = 0;
+  if (!count_workers(room.workers, device) || !allow_shared(cut, kBytes) || !allow_shared(uncut, kBytes) ||
+      failed(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, cut, kThreads, kBytes),
+             "counting blocks")) {
+    return false;
+  }
+  room.clusters[0] = resident * room.workers;
+  for (int splits = 2; kHasClusters && splits <= kMostSplits; ++splits) {
+    const Launch<kHeads> trial(splits, 1, 1, nullptr);
+    int32_t& clusters = room.clusters[splits - 1];
+    const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, cut, &trial.config);
+    if (status == cudaErrorInvalidClusterSize) {
+      clusters = 0;
+      cudaGetLastError();  // an answer like any other
+    } else if (failed(status, "counting clusters")) {
+      return false;
+    }
+  }
+  return true;
+}
+
+template <int kHeads>
+const DeviceRoom* room_on(int device) {
+  static PerDevice<DeviceRoom> rooms;
+  return rooms.get(device, [device](DeviceRoom& room) { return ask_for_room<kHeads>(room, device); });
+}
+
+template <int kHeads>
+const char* launch(DecodeParams& p, const DeviceRoom& room, int device, cudaStream_t stream) {
+  const int32_t units = p.num_kv_heads * kGroupCuts / kHeads;
+  const Shape shape = {units,      p.batch, p.page_size, p.num_kv_indices, kWarps / kHeads * kTileTokens,
+                       kTileTokens};
+  const Choice choice = choose_cut(shape, room, p.invariant_tokens, p.always_cut == 0 && kHeads == 1);
+  p.cut = choice.cut;
+  if (const char* error = set_rows(p, kElementBytes)) return error;
+  if (p.cut.places > 0) {
+    const int64_t places = static_cast<int64_t>(units) * p.cut.places;
+    Scratch scratch;
+    const char* error = get_scratch(device, stream, places * kHeads * kPartialFloats * sizeof(float),
+                                    places * kMostSplits, scratch);
+    if (error != nullptr) return error;
+    p.partials = scratch.partials;
+    p.counters = scratch.counters;
+  }
+  Launch<kHeads> launch(choice.splits, units, choice.clusters, stream);
   void* arguments[] = {&p};
-  return failed(cudaLaunchKernel(decode_kernel<kHeads>, dim3(sizes.blocks), dim3(kThreads), arguments,
-                                 sizeof(SharedMemory<kHeads>), stream),
-                "launching the kernel")
-             ? message.c_str()
-             : nullptr;
+  const Kernel kernel = choice.uncut ? decode_kernel<kHeads, kHeads == 1> : decode_kernel<kHeads, false>;
+  const cudaError_t status =
+      cudaLaunchKernelExC(&launch.config, reinterpret_cast<const void*>(kernel), arguments);
+  return failed(status, "launching the kernel") ? message.c_str() : nullptr;
 }
 
 }  // namespace
 
-const char* launch_decode(DecodeParams& params, int32_t device, void* stream) {
-  if (params.batch == 0) return nullptr;
+const char* launch_decode(DecodeParams& p, int32_t device, void* stream) {
+  if (p.batch == 0) return nullptr;
   const DeviceGuard guard(device);
-  const char* small = launch_small(params, device, static_cast<cudaStream_t>(stream));
-  if (small == nullptr || *small != '\0') return small;
-  if constexpr (kIsFp8 && kParts == 1) {
-    // fp8 rows of one head are short for DRAM: read two heads' rows, which lie side by side, in one block. In
-    // small problems twice the chunks fill more SMs.
-    const int64_t slots =
-        static_cast<int64_t>(params.num_kv_heads) * params.num_kv_indices * params.page_size;
-    // Batch-invariant bits must not depend on the batch's size.
-    if (params.request_chunk_shift == 0 && params.num_kv_heads % 2 == 0 && slots >= kPairHeadsFromSlots) {
-      return launch<2>(params, device, static_cast<cudaStream_t>(stream));
+  const DeviceRoom* room = room_on<1>(device);
+  if (room == nullptr) return message.c_str();
+  if constexpr (kIsFp8 && kGroupCuts == 1) {
+    // fp8 rows of one head are short for DRAM. Two heads' rows, which lie side by side, are read in one block
+    // where the batch then runs at once and else would not. Batch-invariant bits must not depend on the
+    // batch's size.
+    const int64_t items = static_cast<int64_t>(p.num_kv_heads) * p.batch;
+    if (p.invariant_tokens == 0 && p.num_kv_heads % 2 == 0 && items > room->clusters[0] &&
+        items <= int64_t{4} * room->workers) {
+      const DeviceRoom* pairs = room_on<2>(device);
+      return pairs == nullptr ? message.c_str()
+                              : launch<2>(p, *pairs, device, static_cast<cudaStream_t>(stream));
     }
   }
-  return launch<1>(params, device, static_cast<cudaStream_t>(stream));
+  return launch<1>(p, *room, device, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace evenkv

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "schedule.h"
+#include "cut.h"
 
 namespace evenkv {
 
@@ -19,16 +19,9 @@ struct DecodeParams {
   const int32_t* kv_indices;        // [num_kv_indices], page ids
   const int32_t* kv_last_page_len;  // [batch], or null when page_size is 1
   int32_t batch, page_size, num_kv_indices, num_kv_heads;
-  // Set by the launcher, up to the caches.
-  uint32_t page_multiplier;  // slot / page_size == slot * page_multiplier >> page_shift, below 2^31
-  int32_t page_shift;
-  // A unit's slots, if kv_indptr counts as many pages as kv_indices lists, and 1 / them; how the line is cut
-  // then, and the length of the blocks' first chunks and of the streams' parts of them.
-  int32_t expected_slots;
-  int32_t workers;  // what the chunk schedule divides by: thread blocks that fit the device
-  double inverse_slots;
-  int32_t first_slots, first_part_slots;
-  Schedule expected;
+  // Set by the launcher.
+  Divisor by_page_size;
+  Cut cut;
 
   const void* k_cache;  // [num_pages, page_size, num_kv_heads, head_dim], any strides
   const void* v_cache;
@@ -42,43 +35,30 @@ struct DecodeParams {
   int64_t q_stride_batch, q_stride_head;
   const float* k_scale;  // [num_kv_heads], or null
   float sm_scale;
-  int32_t q_copy_bytes;  // 16 where all rows of q are aligned to it, else 4
 
-  const float* v_scale;  // [num_kv_heads], or null
-  void* output;          // [batch, num_qo_heads, head_dim], contiguous
-  float* lse;            // [batch, num_qo_heads], contiguous, base 2
-  // Chunks that begin at each request's first token and have 2^request_chunk_shift slots; 0: the line is cut
-  // evenly.
-  int32_t request_chunk_shift;
-  int32_t general_only;  // not 0: the kernel for small problems is out of the question
+  int32_t invariant_tokens;  // 0, or the length of all parts: a request's bits depend on it alone
+  int32_t always_cut;        // not 0: the kernel for requests that stay whole is out of the question
+  const float* v_scale;      // [num_kv_heads], or null
+  void* output;              // [batch, num_qo_heads, head_dim], contiguous
+  float* lse;                // [batch, num_qo_heads], contiguous, base 2
   // Set by the launcher.
-  int32_t single_round_slots;   // of the schedule's tuning
-  int32_t most_request_chunks;  // with request_chunk_shift: what scratch and counters are for
-  int32_t slots_per_chunk;      // scratch slots: see chunk_slot
-  float* partials;              // scratch: any content
-  int32_t* counters;            // zero before a launch, zero again after it
+  float* partials;    // scratch: any content
+  int32_t* counters;  // zero before a launch, zero again after it
 };
-
-// Division by a run-time number costs 20 instructions at every use; by multiplication it costs three.
-inline void set_page_divisor(DecodeParams& p) {
-  int32_t bits = 0;
-  while ((int64_t{1} << bits) < p.page_size) ++bits;
-  p.page_shift = 31 + bits;
-  p.page_multiplier = static_cast<uint32_t>(((uint64_t{1} << p.page_shift) + p.page_size - 1) / p.page_size);
-}
 
 // Page divisor and row strides. Null, or why the caches cannot be read.
 inline const char* set_rows(DecodeParams& p, int64_t element_bytes) {
-  set_page_divisor(p);
+  p.by_page_size = divisor_of(p.page_size);
   // A dimension of size 1 has no stride to speak of.
   const int64_t pages = p.num_pages > 1 ? element_bytes : 0, slots = p.page_size > 1 ? element_bytes : 0;
   const int64_t strides[] = {p.k_stride_page * pages, p.k_stride_slot * slots, p.v_stride_page * pages,
                              p.v_stride_slot * slots};
-  int64_t unit = 4096;
+  uint64_t bits = 4096;  // its lowest set bit divides all strides
   for (const int64_t stride : strides) {
     if (stride < 0) return "k_cache, v_cache: wanted strides of 0 and more, got a negative one";
-    while (stride % unit != 0) unit /= 2;
+    bits |= static_cast<uint64_t>(stride);
   }
+  const int64_t unit = static_cast<int64_t>(bits & (~bits + 1));
   for (int kv = 0; kv < 2; ++kv) {
     const int64_t reach = strides[2 * kv] / unit * p.num_pages + strides[2 * kv + 1] / unit * p.page_size;
     if (reach > int64_t{UINT32_MAX}) {

@@ -14,28 +14,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes, global to shared; bytes past `valid` are zero-filled and never read from global memory. Read once
-// (K and V): they leave L2 first, and page ids, queries and partials stay.
-template <bool kOnce>
+// 16 bytes, global to shared; bytes past `valid` are zero-filled and never read from global memory. K and V
+// are read once: they leave L2 first, and page ids, queries and partials stay.
 __device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, uint32_t valid) {
-  if constexpr (kOnce) {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
-                 "r"(valid), "l"(policy)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid) : "memory");
-  }
-}
-// 4 bytes, likewise.
-__device__ __forceinline__ void copy_async_4(uint32_t dst, const void* src, uint32_t valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid) : "memory");
-}
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
+               "r"(valid), "l"(policy)
+               : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -59,7 +45,6 @@ __device__ __forceinline__ void acquire() { asm volatile("fence.acq_rel.gpu;" ::
 // Clusters of blocks (sm_90): a barrier, and an address of another block's shared memory. Lanes may come to
 // the barrier from a loop apart from each other. kOrders: what was written before it is seen after it, which
 // costs a fence.
-constexpr int kMostSplits = 8;  // blocks of a cluster that any device takes
 template <bool kOrders>
 __device__ __forceinline__ void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
@@ -78,18 +63,6 @@ __device__ __forceinline__ const float* shared_of_rank(const float* own, int32_t
 #else
   return own;
 #endif
-}
-
-// A warp that waits for others leaves them the issue slots.
-__device__ __forceinline__ void nap() { asm volatile("nanosleep.u32 100;"); }
-
-// Named barriers of a block: some threads arrive and go on, others wait.
-__device__ __forceinline__ void barrier_wait(int barrier, int threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
-  __threadfence_block();  // arriving alone orders nothing
-  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {

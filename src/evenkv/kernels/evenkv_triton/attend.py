@@ -1,4 +1,4 @@
-"""A segment whose outputs are too many for one warp's registers: all warps share each tile's tokens."""
+"""A part whose outputs are too many for one warp's registers: all warps share each tile's tokens."""
 
 import triton
 import triton.language as tl

@@ -1,11 +1,14 @@
 """What Triton's interpreter (TRITON_INTERPRET=1, CPU tensors) needs from the host.
 
 It multiplies bf16 as raw integers and cuts bf16 off instead of rounding, so caches are widened and the output
-is rounded outside the kernel. Schedule, gathers, masks, merges and counters are the kernel's own, unchanged.
+is rounded outside the kernel. Cutting, gathers, masks, merges and counters are the kernel's own, unchanged.
 """
 
 import torch
 import triton
+
+PROGRAMS = 6
+"""That "run at once". They run one after another: few of them, but enough that long requests are cut."""
 
 
 def widen(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor):
@@ -15,12 +18,6 @@ def widen(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor):
     return q.float(), k_cache.half(), v_cache.half()
 
 
-def workers(positions_bound: int, even_slots: int) -> int:
-    """Programs, which run one after another: one round of equal chunks if 16 do, else 3 that take many."""
-    even = -(-positions_bound // even_slots)
-    return even if even <= 16 else 3
-
-
-def tile(slots_bound: int, batch: int) -> int:
-    """Tokens a step: a step costs about the same whatever it holds, so as many as a request may have."""
-    return min(512, max(16, triton.next_power_of_2(-(-slots_bound // batch))))
+def tile(tokens: int) -> int:
+    """Tokens attended to at once: they cost about the same however many, so all of an average request."""
+    return min(512, max(16, triton.next_power_of_2(tokens)))

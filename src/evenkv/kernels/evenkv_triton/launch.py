@@ -12,17 +12,9 @@ import triton.language as tl
 from triton.runtime import driver
 
 from . import interpret
+from .cut import MOST_SLOTS, choose_cut
 from .kernel import decode_kernel
-from .schedule import CHUNKS_PER_WORKER, UNIT
-from .tuning import (
-    EVEN_SLOTS,
-    FAN,
-    MIN_CHUNK_SLOTS,
-    PROGRAMS_PER_SM,
-    RUN_TOKENS,
-    SEARCH_BLOCK,
-    choose,
-)
+from .tuning import PROGRAMS_PER_SM, RUN_TOKENS, SEARCH_BLOCK, choose
 
 _MOST_PLANS = 4096
 
@@ -35,8 +27,8 @@ _compiled: dict[tuple, Any] = {}
 class Plan(NamedTuple):
     """A launch but for its tensors: `sizes` and `constants` in the kernel's order, options by name."""
 
-    workers: int
-    scratch: tuple[int, int, int]  # chunks, group, head_dim
+    programs: int
+    scratch: tuple[int, int, int]  # places, group, head_dim
     sizes: tuple[int, ...]
     constants: dict[str, Any]
     options: dict[str, Any]
@@ -55,7 +47,8 @@ def decode(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     layout: str = "NHD",
-    workers: int | None = None,
+    programs: int | None = None,
+    part_tokens: int | None = None,
 ) -> None:
     """Decode attention of one query token a request over a paged KV cache; writes `output` and `lse`.
 
@@ -73,7 +66,11 @@ def decode(
     output : [batch, num_qo_heads, head_dim], contiguous
     lse : float32 [batch, num_qo_heads], contiguous, base 2
     k_scale, v_scale : float32 [num_kv_heads] or None
-    workers : programs to launch; None chooses. Another number of workers gives other roundings.
+    programs : int, optional
+        That run at once, as far as requests are cut for them; None: the device's number. Another number may
+        give other roundings.
+    part_tokens : int, optional
+        Cuts requests in parts of about this many tokens, whatever the batch; None chooses.
 
     Raises
     ------
@@ -93,10 +90,10 @@ def decode(
         lse,
     )
     if not q.is_cuda:
-        _interpret(tensors, sm_scale, layout, workers)
+        _interpret(tensors, sm_scale, layout, programs, part_tokens)
         return
     traits = [None if t is None else _traits(t) for t in tensors]
-    key = (layout, workers, *traits)
+    key = (layout, programs, part_tokens, *traits)
     plan = _plans.get(key)
     if plan is None:
         _check(*tensors, layout)
@@ -105,7 +102,7 @@ def decode(
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
             _compiled.clear()
-        plan = _plans[key] = _make_plan(q, k_cache, v_cache, kv_indices, layout, workers)
+        plan = _plans[key] = _make_plan(q, k_cache, v_cache, kv_indices, layout, programs, part_tokens)
     if torch.cuda.current_device() == q.device.index:
         _launch(key, plan, tensors, sm_scale)
     else:
@@ -118,58 +115,57 @@ def _traits(tensor: torch.Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15
 
 
-def _make_plan(q, k_cache, v_cache, kv_indices, layout: str, workers: int | None) -> Plan:
+def _make_plan(
+    q, k_cache, v_cache, kv_indices, layout: str, programs: int | None, part_tokens: int | None
+) -> Plan:
     page_axis, head_axis = (1, 2) if layout == "NHD" else (2, 1)
     batch, num_qo_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads = k_cache.shape[0], k_cache.shape[page_axis], k_cache.shape[head_axis]
+    num_indices = kv_indices.shape[0]
     group = num_qo_heads // num_kv_heads
     sm_count, shared_bytes = _device(q.device.index) if q.is_cuda else (1, 0)
     tuning = choose(head_dim, k_cache.element_size(), group, shared_bytes)
-    bound = kv_indices.shape[0] * page_size
+    if programs is None:
+        programs = sm_count * PROGRAMS_PER_SM if q.is_cuda else interpret.PROGRAMS
+    choice = choose_cut(
+        num_kv_heads, batch, page_size, num_indices, tuning.tile, max(1, programs), part_tokens
+    )
     if q.is_cuda:
-        most, tile = sm_count * PROGRAMS_PER_SM, tuning.tile
+        tile = tuning.tile
         compute = tl.bfloat16 if k_cache.dtype == torch.bfloat16 else tl.float16
         pairs = tuning.streams and k_cache.dtype == torch.float8_e4m3fn and _even(k_cache) and _even(v_cache)
     else:
-        most, tile, pairs = (
-            interpret.workers(bound * num_kv_heads, EVEN_SLOTS),
-            interpret.tile(bound, batch),
-            False,
-        )
+        tile = interpret.tile(-(-num_indices * page_size // batch))
         compute = tl.float32 if k_cache.dtype == torch.float32 else tl.float16
-    if workers is None:
-        # A program that could not get a chunk is not launched.
-        workers = max(1, min(most, -(-bound * num_kv_heads // MIN_CHUNK_SLOTS)))
-    max_chunks = CHUNKS_PER_WORKER * max(workers, most)
+        pairs = False
     k_strides, v_strides = k_cache.stride(), v_cache.stride()
     sizes = (
         batch,
         num_pages,
-        kv_indices.shape[0],
+        num_indices,
         q.stride(0),
         q.stride(1),
         k_strides[0],
         k_strides[head_axis],
         v_strides[0],
         v_strides[head_axis],
+        *choice.cut,
     )
     constants = dict(
         K_SLOT_STRIDE=k_strides[page_axis],
         V_SLOT_STRIDE=v_strides[page_axis],
-        MAX_CHUNKS=max_chunks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         ROWS=tuning.rows,
         MERGE_ROWS=tuning.merge_rows,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
+        STEP=tuning.tile,
         TILE=tile,
         STREAMS=tuning.streams,
         RUN=RUN_TOKENS,
         PAIRS=pairs,
-        MIN_UNITS=MIN_CHUNK_SLOTS // UNIT.value,
-        EVEN_UNITS=EVEN_SLOTS // UNIT.value,
-        FAN=FAN,
+        CUT=not choice.uncut,
         UNROLL=tuning.unroll,
         SEARCH=SEARCH_BLOCK,
         COMPUTE=compute,
@@ -179,7 +175,13 @@ def _make_plan(q, k_cache, v_cache, kv_indices, layout: str, workers: int | None
         num_stages=tuning.stages,
         enable_fp_fusion=True,  # said, because Triton's default is about to change: the bits should not
     )
-    return Plan(workers, (max_chunks, group, head_dim), sizes, constants, options)
+    places = _power_of_two(num_kv_heads * choice.cut.places)
+    return Plan(num_kv_heads * choice.numbers, (places, group, head_dim), sizes, constants, options)
+
+
+def _power_of_two(size: int) -> int:
+    """At least `size` and 1: a batch that grows gets new scratch a few times at most."""
+    return 1 << max(0, size - 1).bit_length()
 
 
 def _launch(key: tuple, plan: Plan, tensors: tuple, sm_scale: float) -> None:
@@ -194,45 +196,47 @@ def _launch(key: tuple, plan: Plan, tensors: tuple, sm_scale: float) -> None:
     compiled = _compiled.get(key)
     if compiled is not None:
         try:
-            compiled[(plan.workers, 1, 1)](*arguments, *plan.constants.values(), stream=stream)
+            compiled[(plan.programs, 1, 1)](*arguments, *plan.constants.values(), stream=stream)
             return
         except TypeError:  # a Triton whose compiled kernels are called otherwise; nothing has been launched
             _compiled[key] = None
-    compiled = decode_kernel[(plan.workers,)](*arguments, **plan.constants, **plan.options)
+    compiled = decode_kernel[(plan.programs,)](*arguments, **plan.constants, **plan.options)
     if key not in _compiled and hasattr(compiled, "__getitem__"):
         _compiled[key] = compiled
 
 
-def _interpret(tensors: tuple, sm_scale: float, layout: str, workers: int | None) -> None:
+def _interpret(
+    tensors: tuple, sm_scale: float, layout: str, programs: int | None, part_tokens: int | None
+) -> None:
     _check(*tensors, layout)
     q, k_cache, v_cache, indptr, indices, *tables, output, lse = tensors
     if q.shape[0] == 0:
         return
     q, k_cache, v_cache = interpret.widen(q, k_cache, v_cache)
     rounded = torch.empty_like(output, dtype=torch.float32)
-    plan = _make_plan(q, k_cache, v_cache, indices, layout, workers)
+    plan = _make_plan(q, k_cache, v_cache, indices, layout, programs, part_tokens)
     scratch = _get_scratch(q.device, 0, *plan.scratch)
     arguments = (q, k_cache, v_cache, indptr, indices, *tables, rounded, lse, *scratch)
     scale = sm_scale * math.log2(math.e)
-    decode_kernel[(plan.workers,)](*arguments, scale, *plan.sizes, **plan.constants, **plan.options)
+    decode_kernel[(plan.programs,)](*arguments, scale, *plan.sizes, **plan.constants, **plan.options)
     output.copy_(rounded)
 
 
-def _get_scratch(device: torch.device, stream: int, max_chunks: int, group: int, head_dim: int):
+def _get_scratch(device: torch.device, stream: int, places: int, group: int, head_dim: int):
     """acc, stats and zeroed counters, kept for (device, stream, size): two streams never share them.
 
     A CUDA graph captured on a stream that has run this before uses that stream's scratch: replay it in order
     with that stream. Captured on another stream it gets scratch of its own out of the graph's pool, and pays
     one memset node for its counters.
     """
-    key = (device, stream, max_chunks, group, head_dim)
+    key = (device, stream, places, group, head_dim)
     found = _scratch.get(key)
     if found is not None:
         return found
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    acc = torch.empty(2 * max_chunks * group * head_dim, dtype=torch.float32, device=device)
-    stats = torch.empty(2 * max_chunks * 2 * group, dtype=torch.float32, device=device)
-    counters = torch.zeros(1 + 2 * max_chunks, dtype=torch.int32, device=device)
+    acc = torch.empty(places * group * head_dim, dtype=torch.float32, device=device)
+    stats = torch.empty(places * 2 * group, dtype=torch.float32, device=device)
+    counters = torch.zeros(places, dtype=torch.int32, device=device)
     if not capturing:
         _scratch[key] = (acc, stats, counters)
     return acc, stats, counters
@@ -289,6 +293,11 @@ def _check(q, k_cache, v_cache, kv_indptr, kv_indices, last_page_len, k_scale, v
             raise ValueError(
                 f"{name}: wanted contiguous int32, got {tensor.dtype} with strides {tensor.stride()}."
             )
+    if kv_indices.shape[0] * page_size > MOST_SLOTS:
+        raise ValueError(
+            f"kv_indices: wanted at most {MOST_SLOTS} slots (entries times page_size {page_size}), "
+            f"got {kv_indices.shape[0]} entries; decode in two calls."
+        )
     if kv_indptr.shape[0] != q.shape[0] + 1:
         raise ValueError(f"kv_indptr: wanted {q.shape[0] + 1} entries (batch + 1), got {kv_indptr.shape[0]}.")
     if output.shape != q.shape or not output.is_contiguous():

@@ -1,7 +1,7 @@
-"""One segment's stream: every warp attends to tokens of its own, so that no step waits for another warp.
+"""One part's streams: every warp attends to tokens of its own, so that no step waits for another warp.
 
 A tile is STREAMS x RUN tokens; stream s (one warp's, once compiled) has RUN that follow each other. Each
-stream keeps a maximum, a sum and an output of its own. They meet once, at the end of the segment, always in
+stream keeps a maximum, a sum and an output of its own. They meet once, at the end of the part, always in
 the same order.
 """
 

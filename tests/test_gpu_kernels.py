@@ -1,7 +1,8 @@
-"""On a GPU: the kernel for small problems, chosen by shapes, against the reference and in a graph."""
+"""On a GPU: which kernel runs, chosen by shapes; each way of cutting against a reference and in a graph."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,11 @@ from evenkv.spec.family import DecodeSpec
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = ([91], [1024], [1] * 200, [0, 5, 0, 900, 64, 33, 1], [1024] * 8, [300] * 63)
+# Whole requests, in clusters and not; then such as are cut in even parts, in uneven ones, or wait for SMs.
+LENGTHS = (
+    *([91], [1024], [1] * 200, [0, 5, 0, 900, 64, 33, 1], [1024] * 8, [300] * 63),
+    *([40_000], [20_000, 0, 1, 333], [5000] * 9, [1 + 37 * i % 700 for i in range(700)]),
+)
 SPECS = [
     DecodeSpec(5, 1, 128, 1),
     DecodeSpec(32, 8, 128, 16),
@@ -30,32 +35,59 @@ SPECS = [
     DecodeSpec(64, 4, 128, 16),
     DecodeSpec(32, 4, 128, 16, "float8_e4m3fn"),
 ]
+# decode_kernel<kHeads, kUncut>, as the profiler writes it.
+_KERNEL = re.compile(r"decode_kernel(?:<(?:\(int\))?(\d), *(?:\(bool\))?(true|false|0|1)>|ILi(\d)ELb([01])E)")
 
 
-def _kernels(call: Callable[[], None]) -> list[str]:
-    """Names of the kernels that a call launches."""
+def _kernels(call: Callable[[], None]) -> list[tuple[int, bool]]:
+    """KV heads a block of the kernels that a call launches, and whether requests stay whole."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    return [event.name for event in profile.events() if "decode_kernel" in event.name]
+    found = []
+    for name in [event.name for event in profile.events() if "decode_kernel" in event.name]:
+        match = _KERNEL.search(name)
+        assert match is not None, name
+        heads, uncut = match[1] or match[3], match[2] or match[4]
+        found.append((int(heads), uncut in ("true", "1")))
+    return found
+
+
+def _which(spec: DecodeSpec, lengths: list[int], symbol: str) -> tuple[int, bool]:
+    run = load_cuda_function(spec, symbol)
+    problem = make_problem(spec, lengths).to("cuda")
+    arguments = (*problem.inputs(), *problem.empty_outputs())
+    run(*arguments)
+    torch.cuda.synchronize()
+    (kernel,) = _kernels(lambda: run(*arguments))
+    return kernel
 
 
 def test_which_kernel_runs() -> None:
-    """Shapes choose: many short requests go to the kernel for small problems, long ones do not."""
+    """Shapes choose: short requests stay whole in a kernel of their own, long ones do not."""
     spec = DecodeSpec(32, 8, 128, 16)
-    run = load_cuda_function(spec, "run")
-    for lengths, is_small in (([91], True), ([1024] * 8, True), ([1] * 40, True), ([4096] * 16, False)):
-        problem = make_problem(spec, lengths).to("cuda")
-        arguments = (*problem.inputs(), *problem.empty_outputs())
-        run(*arguments)
-        torch.cuda.synchronize()
-        (name,) = _kernels(lambda arguments=arguments: run(*arguments))
-        assert ("small_decode_kernel" in name) == is_small, (len(lengths), lengths[0], name)
+    for lengths, uncut in (([91], True), ([1024] * 8, True), ([1] * 30, True), ([4096] * 16, False)):
+        assert _which(spec, lengths, "run") == (1, uncut), (len(lengths), lengths[0])
+        for symbol in ("run_general", "run_batch_invariant"):
+            assert _which(spec, lengths, symbol) == (1, False), (symbol, len(lengths), lengths[0])
+
+
+def test_which_fp8_problems_take_two_heads_a_block() -> None:
+    """More items than blocks at once (three an SM), up to four an SM; never with batch-invariant bits."""
+    spec = DecodeSpec(32, 4, 128, 16, "float8_e4m3fn")
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    for halves, heads in ((2, 1), (7, 2), (9, 1)):  # halves of an item an SM
+        batch = sm_count * halves // (2 * spec.num_kv_heads)
+        lengths = [100 + i % 50 for i in range(batch)]
+        assert _which(spec, lengths, "run")[0] == heads, batch
+        assert _which(spec, lengths, "run_batch_invariant") == (1, False), batch
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.short_name)
-def test_small_problems(spec: DecodeSpec) -> None:
-    run = load_cuda_function(spec, "run")
+@pytest.mark.parametrize("symbol", ["run", "run_general"])
+def test_every_way_of_cutting(spec: DecodeSpec, symbol: str) -> None:
+    """Right, and the same bits whenever the graph is replayed."""
+    run = load_cuda_function(spec, symbol)
     for lengths in LENGTHS:
         problem = make_problem(spec, lengths, seed=len(lengths))
         on_device = problem.to("cuda")
@@ -63,7 +95,7 @@ def test_small_problems(spec: DecodeSpec) -> None:
         run(*on_device.inputs(), output, lse)
         torch.cuda.synchronize()
         first = output.cpu(), lse.cpu()
-        assert check_outputs(spec, *first, *reference(problem)) == [], lengths
+        assert check_outputs(spec, output, lse, *reference(on_device)) == [], lengths
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run(*on_device.inputs(), output, lse)

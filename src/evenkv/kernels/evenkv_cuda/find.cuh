@@ -1,0 +1,55 @@
+// Which request a number stands for: what the device learns from kv_indptr before its blocks part ways.
+#pragma once
+
+#include "cursor.cuh"
+
+namespace evenkv {
+
+// Pages of the longest request. Every lane returns the same value.
+__device__ __forceinline__ int32_t longest_request(const DecodeParams& p) {
+  int32_t longest = 0;
+#pragma unroll 4
+  for (int32_t request = threadIdx.x & 31; request < p.batch; request += 32) {
+    longest = max(longest, __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request));
+  }
+  return static_cast<int32_t>(__reduce_max_sync(kAllLanes, static_cast<uint32_t>(longest)));
+}
+
+// A unit's slot where a page begins; pages beyond the listed ones begin where those end.
+__device__ __forceinline__ int32_t listed_slot(const DecodeParams& p, int32_t page, int32_t listed) {
+  return min(max(page, 0), listed) * p.page_size;
+}
+
+// The request that owns an uneven number; the batch where none does. Independent loads first: batches up to
+// 255 requests take one trip to memory. Every lane returns the same value. Apart from the kernel's own code:
+// a launch finds its instructions cold, and small problems must not step over these.
+__device__ __noinline__ int32_t find_request(const DecodeParams& p, int32_t number, int32_t listed,
+                                             int32_t scale) {
+  const int lane = threadIdx.x & 31;
+  const auto begins_by = [&](int32_t request) {
+    return uneven_number(p.cut, request, listed_slot(p, __ldg(p.kv_indptr + request), listed), scale) <=
+           number;
+  };
+  int32_t low = 0, high = p.batch + 1;  // the count of entries that begin by then lies in [low, high]
+#pragma unroll 1
+  while (high - low > 256) {  // 32-ary search down to a range that one pass counts
+    const int32_t step = (high - low + 32) / 33;
+    const int32_t probe = low + step * (lane + 1) - 1;
+    const bool below = probe < high && begins_by(probe);
+    const int32_t passed = __popc(__ballot_sync(kAllLanes, below));
+    low += passed * step;
+    high = min(high, low + step);
+  }
+  bool below[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int32_t entry = low + i * 32 + lane;
+    below[i] = entry < high && begins_by(entry);
+  }
+  int32_t count = low;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) count += __popc(__ballot_sync(kAllLanes, below[i]));
+  return max(count - 1, 0);
+}
+
+}  // namespace evenkv

@@ -1,0 +1,240 @@
+"""cut.h and choose.h of evenkv_cuda, compiled for the host: how a batch is cut on a device."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from evenkv.library.toolchain import find_cxx
+from evenkv.paths import find_repository
+from evenkv.spec.family import DecodeSpec
+
+KERNEL = find_repository().kernels / "evenkv_cuda"
+SHIM = Path(__file__).with_name("cut_shim.cpp")
+MOST_SPLITS = 8  # choose.h
+INVARIANT_TOKENS = 2048  # tuning.cuh
+
+
+class _Struct(ctypes.Structure):
+    def __repr__(self) -> str:
+        return ", ".join(f"{name} {getattr(self, name)}" for name, _ in self._fields_)
+
+
+class Cut(_Struct):
+    """cut.h: Cut."""
+
+    _fields_ = [
+        ("even_parts", ctypes.c_int32),
+        ("even_pages", ctypes.c_int32),
+        ("even_tokens", ctypes.c_int32),
+        ("part_tokens", ctypes.c_int32),
+        ("by_part_tokens", ctypes.c_uint32 * 2),
+        ("by_warps", ctypes.c_uint32 * 2),
+        ("most_scale", ctypes.c_int32),
+        ("numbers", ctypes.c_int32),
+        ("places", ctypes.c_int32),
+    ]
+
+
+class Choice(_Struct):
+    """choose.h: Choice."""
+
+    _fields_ = [
+        ("splits", ctypes.c_int32),
+        ("clusters", ctypes.c_int32),
+        ("uncut", ctypes.c_bool),
+        ("cut", Cut),
+    ]
+
+
+class _Room(ctypes.Structure):
+    """choose.h: DeviceRoom."""
+
+    _fields_ = [("workers", ctypes.c_int32), ("clusters", ctypes.c_int32 * MOST_SPLITS)]
+
+
+class _Shape(ctypes.Structure):
+    """choose.h: Shape."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("units", "batch", "page_size", "num_kv_indices", "block_tokens", "tile_tokens")
+    ]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A device: SMs, and how many clusters of 1, 2, ... 8 blocks run at once (0: none)."""
+
+    workers: int
+    clusters: tuple[int, ...]
+
+    @classmethod
+    def of(cls, workers: int, resident: int, most_splits: int = MOST_SPLITS) -> Room:
+        """With `resident` blocks an SM, which fill up with clusters of up to `most_splits` blocks."""
+        blocks = workers * resident
+        return cls(workers, tuple(blocks // s if s <= most_splits else 0 for s in range(1, MOST_SPLITS + 1)))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the host knows of a batch, and the specialisation's tiles (tokens: of a block's warps, of one)."""
+
+    units: int
+    batch: int
+    page_size: int
+    num_kv_indices: int
+    block_tokens: int = 64
+    tile_tokens: int = 16
+
+    @property
+    def slots(self) -> int:
+        return self.num_kv_indices * self.page_size
+
+
+# Columns of `Visits.rows`.
+NUMBER, REQUEST, INDEX, COUNT, FIRST, PLACE, BEGIN, END = range(8)
+
+
+@dataclass(frozen=True)
+class Visits:
+    """What the clusters of one unit do.
+
+    Attributes
+    ----------
+    rows : int32 `[visits, 8]`
+        number, request, index, count, first, place, and the tiles from BEGIN to END; count 0 where a request
+        without tokens is written.
+    warps : int32 `[visits, warps, 2]`
+        Each warp's tiles, from and to.
+    even : bool
+        How parts are numbered.
+    scale : int
+        How often their length is halved.
+    """
+
+    rows: np.ndarray
+    warps: np.ndarray
+    even: bool
+    scale: int
+
+
+class CutLibrary:
+    """The compiled functions."""
+
+    def __init__(self, folder: Path, sources: Path = KERNEL) -> None:
+        path = folder / "cut.so"
+        # Signed overflow traps: wrapped integers would pass for a cut.
+        flags = ["-std=c++17", "-O1", "-ftrapv", "-Wall", "-Werror", "-shared", "-fPIC"]
+        subprocess.run([find_cxx(), *flags, f"-I{sources}", SHIM, "-o", path], check=True)
+        self._library = ctypes.CDLL(str(path))
+        self._library.visit_all.restype = ctypes.c_int64
+        assert self._library.choice_bytes() == ctypes.sizeof(Choice), "choose.h and Choice differ"
+
+    def divide(self, x: Sequence[int], divisor: int) -> np.ndarray:
+        given = np.asarray(x, dtype=np.int32)
+        out = np.empty_like(given)
+        self._library.divide_all(ctypes.c_int64(divisor), len(given), given.ctypes, out.ctypes)
+        return out
+
+    def choose(
+        self, shape: Shape, room: Room, invariant_tokens: int = 0, may_stay_uncut: bool = True
+    ) -> Choice:
+        """What the host settles; `invariant_tokens` 0, or the part length of batch-invariant bits."""
+        choice = Choice()
+        self._library.choose(
+            ctypes.byref(_Shape(*(getattr(shape, name) for name, _ in _Shape._fields_))),
+            ctypes.byref(_Room(room.workers, (ctypes.c_int32 * MOST_SPLITS)(*room.clusters))),
+            ctypes.c_int64(invariant_tokens),
+            may_stay_uncut,
+            ctypes.byref(choice),
+        )
+        return choice
+
+    def visits(
+        self, shape: Shape, choice: Choice, kv_indptr: Sequence[int], lengths: Sequence[int]
+    ) -> Visits:
+        """All parts of one unit, of page tables `kv_indptr` [batch + 1] in pages and `lengths` [batch]."""
+        indptr, tokens = (np.ascontiguousarray(table, dtype=np.int32) for table in (kv_indptr, lengths))
+        warps = choice.splits * shape.block_tokens // shape.tile_tokens
+        cut = choice.cut
+        capacity = max(cut.numbers, cut.even_parts * shape.batch if cut.even_pages >= 0 else 0, shape.batch)
+        rows = np.empty((capacity, 8), dtype=np.int32)
+        ranges = np.empty((capacity, warps, 2), dtype=np.int32)
+        even, scale = ctypes.c_int32(), ctypes.c_int32()
+        found = self._library.visit_all(
+            ctypes.byref(choice),
+            shape.batch,
+            shape.page_size,
+            shape.num_kv_indices,
+            shape.tile_tokens,
+            warps,
+            indptr.ctypes,
+            tokens.ctypes,
+            ctypes.c_int64(capacity),
+            rows.ctypes,
+            ranges.ctypes,
+            ctypes.byref(even),
+            ctypes.byref(scale),
+        )
+        assert found <= capacity, "more parts than numbers"
+        return Visits(rows[:found], ranges[:found], bool(even.value), scale.value)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """tuning.cuh on sm_90: what a specialisation's blocks are made of."""
+
+    tile_tokens: int
+    warps: int
+    resident: int  # blocks an SM
+    units_a_head: int
+
+    @classmethod
+    def of(cls, spec: DecodeSpec) -> Blocks:
+        most_heads = 8 if spec.head_dim > 128 else 16
+        units_a_head = -(-spec.group_size // most_heads)
+        row_bytes = spec.head_dim * (1 if spec.is_fp8 else 2)
+        tile_tokens = 16 if row_bytes > 128 else 32
+        warps = 2 if 2 * tile_tokens * row_bytes > 8192 else 4
+        two_columns = -(-spec.group_size // units_a_head) > 8
+        resident = 2 if warps == 4 and (spec.head_dim > 128 or two_columns) else 3
+        return cls(tile_tokens, warps, resident, units_a_head)
+
+
+def heads_of(spec: DecodeSpec, batch: int, workers: int, invariant: bool = False) -> int:
+    """KV heads a block: kernel.cu, launch_decode."""
+    blocks = Blocks.of(spec)
+    items = spec.num_kv_heads * batch
+    is_pair = spec.is_fp8 and blocks.units_a_head == 1 and spec.num_kv_heads % 2 == 0 and not invariant
+    return 2 if is_pair and blocks.resident * workers < items <= 4 * workers else 1
+
+
+def cut_of(
+    library: CutLibrary,
+    spec: DecodeSpec,
+    batch: int,
+    num_kv_indices: int,
+    workers: int,
+    *,
+    always_cut: bool = False,
+    invariant: bool = False,
+) -> tuple[int, Shape, Choice]:
+    """KV heads a block, shape and choice of a launch, on a device of `workers` SMs that clusters can fill."""
+    blocks, heads = Blocks.of(spec), heads_of(spec, batch, workers, invariant)
+    shape = Shape(
+        spec.num_kv_heads * blocks.units_a_head // heads,
+        batch,
+        spec.page_size,
+        num_kv_indices,
+        blocks.warps // heads * blocks.tile_tokens,
+        blocks.tile_tokens,
+    )
+    room = Room.of(workers, blocks.resident)
+    tokens = INVARIANT_TOKENS if invariant else 0
+    return heads, shape, library.choose(shape, room, tokens, not always_cut and heads == 1)

@@ -1,0 +1,85 @@
+// cut.h and choose.h behind a C interface, for tests/cut_library.py.
+#include "choose.h"
+
+using namespace evenkv;
+
+extern "C" {
+
+int32_t choice_bytes() { return sizeof(Choice); }
+
+void choose(const Shape* shape, const DeviceRoom* room, int64_t invariant_tokens, int32_t may_stay_uncut,
+            Choice* out) {
+  *out = choose_cut(*shape, *room, invariant_tokens, may_stay_uncut != 0);
+}
+
+// x / d for each x, by multiplication.
+void divide_all(int64_t d, int32_t count, const int32_t* x, int32_t* out) {
+  const Divisor by = divisor_of(d);
+  for (int32_t i = 0; i < count; ++i) out[i] = divide(x[i], by);
+}
+
+// What the clusters of one unit do, as decode_kernel does it (kernel.cuh), where kv_indptr int32 [batch + 1]
+// and lengths int32 [batch] are in order.
+// visits: int32 [capacity, 8] of number, request, index, count, first, place, tiles' begin and end; count 0
+// where a request without tokens is written. warps: int32 [capacity, num_warps, 2], each warp's tiles.
+// Returns how many visits there are; beyond capacity they are counted only.
+int64_t visit_all(const Choice* choice, int32_t batch, int32_t page_size, int32_t num_kv_indices,
+                  int32_t tile_tokens, int32_t num_warps, const int32_t* kv_indptr, const int32_t* lengths,
+                  int64_t capacity, int32_t* visits, int32_t* warps, int32_t* is_even, int32_t* scale) {
+  const Cut& cut = choice->cut;
+  Part part{0, 0, 1, 0, true, 0};
+  const int32_t listed = std::min(kv_indptr[batch], num_kv_indices);
+  if (!choice->uncut) {
+    int32_t longest = 0;
+    if (cut.even_pages != INT32_MAX) {
+      for (int32_t r = 0; r < batch; ++r) longest = std::max(longest, kv_indptr[r + 1] - kv_indptr[r]);
+    }
+    part.scale = scale_of(cut, listed, num_kv_indices);
+    part.even = longest <= cut.even_pages >> part.scale;
+  }
+  *is_even = part.even;
+  *scale = part.scale;
+  const int32_t numbers = choice->uncut ? batch : numbers_of(cut, part.even, batch);
+  int64_t found = 0;
+  for (int32_t cluster = 0; cluster < choice->clusters; ++cluster) {
+    for (int64_t number = cluster; number < numbers; number += choice->clusters) {
+      if (choice->uncut) {
+        part = {static_cast<int32_t>(number), 0, 1, 0, true, 0};
+      } else if (part.even) {
+        part.request = static_cast<int32_t>(number) / cut.even_parts;
+      } else {
+        int32_t low = 0, high = batch + 1;  // how many requests begin by the number, the end included
+        while (low < high) {
+          const int32_t middle = (low + high) / 2;
+          const int32_t begins = uneven_number(cut, middle, kv_indptr[middle] * page_size, part.scale);
+          begins <= number ? low = middle + 1 : high = middle;
+        }
+        part.request = std::max(low - 1, 0);
+      }
+      if (part.request >= batch) continue;
+      const int32_t length = lengths[part.request];
+      if (!choice->uncut) {
+        find_part(cut, static_cast<int32_t>(number), kv_indptr[part.request] * page_size, length, part);
+      }
+      const bool is_empty = length == 0;
+      if (is_empty ? part.index != 0 : !choice->uncut && !is_own(part)) continue;
+      TileRange tiles = {0, (length + tile_tokens - 1) / tile_tokens};
+      if (!choice->uncut && !is_empty) tiles = tiles_of_part(tiles.end, part);
+      if (found < capacity) {
+        const int32_t row[] = {
+            static_cast<int32_t>(number), part.request, part.index, is_empty ? 0 : part.count, part.first,
+            part.place(part.index),       tiles.begin,  tiles.end};
+        std::copy(row, row + 8, visits + found * 8);
+        for (int32_t warp = 0; warp < num_warps; ++warp) {
+          const TileRange own = tiles_of_warp(cut, tiles, warp);
+          warps[(found * num_warps + warp) * 2] = own.begin;
+          warps[(found * num_warps + warp) * 2 + 1] = own.end;
+        }
+      }
+      ++found;
+    }
+  }
+  return found;
+}
+
+}  // extern "C"
