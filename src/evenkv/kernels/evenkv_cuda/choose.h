@@ -8,8 +8,6 @@
 
 namespace evenkv {
 
-constexpr int kMostSplits = 8;  // blocks of a cluster that any device with clusters takes
-
 struct DeviceRoom {
   int32_t workers;                // SMs
   int32_t clusters[kMostSplits];  // that run at once, of 1, 2, ... blocks; 0: none

@@ -29,7 +29,7 @@ struct Request {
     }
     begin = first_page * p.page_size;
     length = pages > 0 ? (pages - 1) * p.page_size + last : 0;
-    unlisted = pages > 0 && (first_page < 0 || first_page > listed - pages);
+    unlisted = first_page < 0 || (pages > 0 && first_page > listed - pages);
   }
 };
 
@@ -70,9 +70,7 @@ class Cursor {
     const int32_t tile_slot = slot_, tile_tokens = min(kTileTokens, end_ - slot_);
     slot_ += kTileTokens;
     const int32_t first_index = divide(tile_slot, p_.by_page_size);
-    if (first_index >= id_base_ + 64) {
-      load_ids(first_index);
-    } else if (first_index >= id_base_ + 32) {
+    if (first_index >= id_base_ + 32) {  // a tile holds at most 32 ids
       id_base_ += 32;
       ids_now_ = ids_next_;
       ids_next_ = ids_later_;

@@ -27,6 +27,8 @@
 
 namespace evenkv {
 
+constexpr int kMostSplits = 8;  // blocks of a cluster that any device with clusters takes
+
 // Division by a run-time number costs 20 instructions at every use; by multiplication it costs three.
 struct Divisor {
   uint32_t multiplier;  // x / d == x * multiplier >> shift, for 0 <= x < 2^31
