@@ -107,6 +107,28 @@ _SHORT_BLOCKS: list[Edit] = [
     ),
 ]
 
+# kv_last_page_len comes with the trip that reads kv_indptr, not with one of its own.
+_LENGTHS_AT_ONCE: list[Edit] = [
+    (
+        "find.cuh",
+        "__ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request));",
+        "Request(p, request, p.num_kv_indices).length);",
+    ),
+    ("kernel.cuh", "p.cut.even_pages >> part.scale;", "(p.cut.even_pages >> part.scale) * p.page_size;"),
+]
+
+# No larger clusters than as few tiles a warp need: 8 requests of 1,024 tokens in clusters of 4, not 5.
+_FEWEST_BLOCKS: list[Edit] = [
+    (
+        "choose.h",
+        "  return splits;\n",
+        "  const auto tiles = [&](int32_t n) { return ceil_div(average, s.block_tokens * n); };\n"
+        "  while (splits > 1 && tiles(splits - 1) == tiles(splits)) --splits;\n"
+        "  return splits;\n",
+    )
+]
+_MERGE_BATCH = "kQuads > 1 ? 4 : 8;"
+
 _NAMED: dict[str, list[Edit]] = {
     "base": [],
     # What the launch alone takes: nothing is computed.
@@ -127,7 +149,12 @@ _NAMED: dict[str, list[Edit]] = {
         ("kernel.cu", _PAIRS_AT_ONCE, "items > 0) {"),
     ],
     "pairs of 16 bits": [("kernel.cu", _PAIR_TYPES, "if constexpr (kGroupCuts == 1)")],
+    "lengths at once": _LENGTHS_AT_ONCE,
+    "fewest blocks": _FEWEST_BLOCKS,
+    "merges of 12": [("merge_blocks.cuh", _MERGE_BATCH, "kQuads > 1 ? 4 : 12;")],
+    "merges of 16": [("merge_blocks.cuh", _MERGE_BATCH, "kQuads > 1 ? 4 : 16;")],
     "2 warps": _block("2", "2", "6"),
+    "3 warps": [*_block("3", "2", "4"), ("kernel.cu", _PAIRS, f"if (false && {_PAIRS.removeprefix('if (')}")],
     "8 warps": _block("8", "2", "1"),
     "3 stages": _block("4", "3", "2"),
     "4 stages": _block("4", "4", "1"),
