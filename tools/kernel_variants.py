@@ -127,6 +127,78 @@ _FEWEST_BLOCKS: list[Edit] = [
         "  return splits;\n",
     )
 ]
+
+# Blocks that fill the last layer of SMs badly leave a few SMs to end last: 17 x 8,192 tokens kv8 are 272.
+_LEVEL_LAYERS: list[Edit] = [
+    (
+        "choose.h",
+        "  cut.even_parts = static_cast<int32_t>(parts);\n",
+        "  const auto layers = [&](int64_t n) {\n"
+        "    return static_cast<double>(ceil_div(items * choice.splits * n, room.workers)) / n;\n"
+        "  };\n"
+        "  const bool fills = !never_even && !waves && items * choice.splits * parts > room.workers;\n"
+        "  for (int64_t n = parts + 1; fills && n <= 4 && average / n >= kWaveTokens; ++n) {\n"
+        "    if (layers(n) < 0.9 * layers(parts)) parts = n;\n"
+        "  }\n"
+        "  cut.even_parts = static_cast<int32_t>(parts);\n",
+    )
+]
+
+# No request in more than 64 parts: they are added up eight at a time. One KV head then wants larger clusters.
+_UNEVEN_64THS: list[Edit] = [
+    ("choose.h", "most = std::min(most, slots);", "most = std::min(std::max(most, slots / 64), slots);")
+]
+_CLUSTERS_FOR_ONE_UNIT: list[Edit] = [
+    (
+        "choose.h",
+        "  int32_t splits = 1;\n",
+        "  while (most < kMostSplits && room.clusters[most - 1] / s.units > 64) ++most;\n"
+        "  int32_t splits = 1;\n",
+    )
+]
+
+# Whether a batch is even: by what kv_indptr counts, not by halvings of what kv_indices could hold.
+_EVEN_BY_COUNT: list[Edit] = [
+    (
+        "kernel.cuh",
+        "longest_request(p) <= p.cut.even_pages >> part.scale;",
+        "int64_t{4} * longest_request(p) * p.batch <= int64_t{5} * listed + 4 * p.batch;",
+    )
+]
+
+# Parts of small problems that do not run at once need not keep 1,024 tokens.
+_SHORT_SMALL_WAVES: list[Edit] = [
+    (
+        "choose.h",
+        "std::min(std::max(average, kWaveTokens),",
+        "std::min(std::max(average, small ? std::max<int64_t>(512, kUnevenTiles * step) : kWaveTokens),",
+    )
+]
+
+# Clusters for uneven numbers: at most one wave more than an even batch takes.
+_ONE_WAVE_MORE: list[Edit] = [
+    (
+        "choose.h",
+        "std::max(never_even ? 1 : parts * s.batch, numbers);",
+        "std::max(never_even ? 1 : parts * s.batch, std::min(numbers, parts * s.batch + at_once / s.units));",
+    )
+]
+
+# A table that falls counts as even: every request is found, and counters return to zero.
+_EVEN_IF_IT_FALLS: list[Edit] = [
+    (
+        "find.cuh",
+        "longest = max(longest, __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request));",
+        "const int32_t pages = __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request);\n"
+        "    longest = pages < 0 ? INT32_MAX : max(longest, pages);",
+    ),
+    (
+        "find.cuh",
+        "return static_cast<int32_t>(__reduce_max_sync(kAllLanes, static_cast<uint32_t>(longest)));",
+        "longest = static_cast<int32_t>(__reduce_max_sync(kAllLanes, static_cast<uint32_t>(longest)));\n"
+        "  return longest == INT32_MAX ? 0 : longest;",
+    ),
+]
 _MERGE_BATCH = "kQuads > 1 ? 4 : 8;"
 
 _NAMED: dict[str, list[Edit]] = {
@@ -151,6 +223,13 @@ _NAMED: dict[str, list[Edit]] = {
     "pairs of 16 bits": [("kernel.cu", _PAIR_TYPES, "if constexpr (kGroupCuts == 1)")],
     "lengths at once": _LENGTHS_AT_ONCE,
     "fewest blocks": _FEWEST_BLOCKS,
+    "level layers": _LEVEL_LAYERS,
+    "parts to 64ths": _UNEVEN_64THS,
+    "clusters for one unit": _CLUSTERS_FOR_ONE_UNIT,
+    "even by count": _EVEN_BY_COUNT,
+    "short small waves": _SHORT_SMALL_WAVES,
+    "one wave more": _ONE_WAVE_MORE,
+    "even if it falls": _EVEN_IF_IT_FALLS,
     "merges of 12": [("merge_blocks.cuh", _MERGE_BATCH, "kQuads > 1 ? 4 : 12;")],
     "merges of 16": [("merge_blocks.cuh", _MERGE_BATCH, "kQuads > 1 ? 4 : 16;")],
     "2 warps": _block("2", "2", "6"),
