@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from evaluate_fixtures import FLAT, LENGTHS, PAGED, FakeGpu, make_repository
 from flashinfer_bench.cli.main import cli as upstream_cli
@@ -24,7 +26,6 @@ from evenkv.evaluate import readme
 from evenkv.evaluate.gpu import evaluate_on_gpu
 from evenkv.evaluate.load import load_package, select_cases
 from evenkv.evaluate.traces import load_traces
-from evenkv.library.build import build_kernel
 from evenkv.pack.manifest import find_kernel
 from evenkv.paths import Repository, find_repository
 
@@ -194,17 +195,24 @@ def _upstream_fault(words: list[str]) -> str | None:
     return next((f"no {word}" for word in wanted if word not in known), None)
 
 
-def test_the_python_example_is_right():
+def test_the_python_example_is_right(monkeypatch: pytest.MonkeyPatch):
+    """As it stands but on a CPU, as its comment says; request 1 has the 16 tokens of page 2."""
     (example,) = (body for language, body in _FENCE.findall(README.read_text()) if language == "python")
-    *imports, build_spec, build, call = ast.parse(example).body
+    on_gpu = 'device, kernel = "cuda", "evenkv_cuda"'
+    assert example.count(on_gpu) == 1 and 'on a CPU: "cpu", "evenkv_cpp"' in example
+    monkeypatch.chdir(ROOT)
     names: dict[str, Any] = {}
-    exec(compile(ast.Module([*imports, build_spec], []), "README.md", "exec"), names)
-    assert all(isinstance(node, ast.ImportFrom) for node in imports)
-    kernel = build.value.args[0].value
-    assert names[build.value.func.id] is build_kernel
-    assert find_kernel(Repository(Path()), kernel).supports(names["spec"])
-    arguments = [argument.id for argument in call.value.args]
-    assert arguments == [*names["spec"].input_names, "output", "lse"]
+    exec(example.replace(on_gpu, 'device, kernel = "cpu", "evenkv_cpp"'), names)
+    assert find_kernel(Repository(ROOT), "evenkv_cuda").supports(names["spec"])
+    call = ast.parse(example).body[-1].value
+    given = [a.id if isinstance(a, ast.Name) else "sm_scale" for a in call.args]
+    assert given == [*names["spec"].input_names, "output", "lse"]
+    keys, values = (names[cache][2, :, 3].float() for cache in ("k_cache", "v_cache"))
+    logits = names["q"][1, 12:16].float() @ keys.T * 128**-0.5
+    torch.testing.assert_close(
+        names["output"][1, 12:16].float(), logits.softmax(1) @ values, atol=1e-2, rtol=0
+    )
+    torch.testing.assert_close(names["lse"][1, 12:16], logits.logsumexp(1) / math.log(2), atol=1e-3, rtol=0)
 
 
 def test_readme_shows_the_committed_traces():
