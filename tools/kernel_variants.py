@@ -10,7 +10,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from kernel_edits import Edit, before
+from kernel_edits import Edit, after, before
 
 _SOURCES = Path(__file__).parents[1] / "src/evenkv/kernels/evenkv_cuda"
 
@@ -199,6 +199,46 @@ _EVEN_IF_IT_FALLS: list[Edit] = [
         "  return longest == INT32_MAX ? 0 : longest;",
     ),
 ]
+
+# Page ids of a request that stays whole: asked for beside its lengths, as if all had the average one.
+_GUESSED_IDS: list[Edit] = [
+    before(
+        "cursor.cuh",
+        "class Cursor {",
+        "struct PageIds {\n  int32_t first = -1, now = -1, next = -1, later = -1;\n};\n\n"
+        "// Where a warp begins in a request of average length after others of that length.\n"
+        "__device__ __forceinline__ PageIds guess_ids(const DecodeParams& p, int32_t request,\n"
+        "                                             int32_t warp) {\n"
+        "  const int32_t slots = divide(p.cut.even_tokens, p.by_page_size) * p.page_size;\n"
+        "  const TileRange all = {0, (slots + kTileTokens - 1) / kTileTokens};\n"
+        "  const int32_t slot = request * slots + tiles_of_warp(p.cut, all, warp).begin * kTileTokens;\n"
+        "  const int32_t first = divide(slot, p.by_page_size);\n"
+        "  const auto id = [&](int32_t index) {\n"
+        "    return index < p.num_kv_indices ? __ldg(p.kv_indices + index) : -1;\n  };\n"
+        "  const int32_t own = first + static_cast<int32_t>(threadIdx.x & 31);\n"
+        "  return {first, id(own), id(own + 32), id(own + 64)};\n}\n\n",
+    ),
+    (
+        "cursor.cuh",
+        "const Request& span, const TileRange& tiles)",
+        "const Request& span, const TileRange& tiles, const PageIds& guessed)",
+    ),
+    (
+        "cursor.cuh",
+        "    load_ids(divide(slot_, p.by_page_size));\n",
+        "    const int32_t first = divide(slot_, p.by_page_size);\n"
+        "    if (first != guessed.first) {\n      load_ids(first);\n      return;\n    }\n"
+        "    id_base_ = first;\n    ids_now_ = guessed.now;\n    ids_next_ = guessed.next;\n"
+        "    ids_later_ = guessed.later;\n",
+    ),
+    after(
+        "kernel.cuh",
+        "  const Request span(p, part.request, listed);\n",
+        "  PageIds guessed;\n"
+        "  if (kUncut) guessed = guess_ids(p, part.request, rank * (kWarps / kHeads) + warp / kHeads);\n",
+    ),
+    ("kernel.cuh", "Cursor cursor(p, span, tiles);", "Cursor cursor(p, span, tiles, guessed);"),
+]
 _MERGE_BATCH = "kQuads > 1 ? 4 : 8;"
 
 _NAMED: dict[str, list[Edit]] = {
@@ -223,6 +263,7 @@ _NAMED: dict[str, list[Edit]] = {
     "pairs of 16 bits": [("kernel.cu", _PAIR_TYPES, "if constexpr (kGroupCuts == 1)")],
     "lengths at once": _LENGTHS_AT_ONCE,
     "fewest blocks": _FEWEST_BLOCKS,
+    "guessed ids": _GUESSED_IDS,
     "level layers": _LEVEL_LAYERS,
     "parts to 64ths": _UNEVEN_64THS,
     "clusters for one unit": _CLUSTERS_FOR_ONE_UNIT,
