@@ -175,6 +175,17 @@ _SHORT_SMALL_WAVES: list[Edit] = [
     )
 ]
 
+# Uneven parts that make whole waves: each request leaves half a part, on average.
+_WHOLE_WAVES: list[Edit] = [
+    (
+        "choose.h",
+        "small ? fair : std::max(fair / kFairParts, std::min(fair, kUnevenTokens));",
+        "small ? fair\n"
+        "        : std::max(slots / std::max<int64_t>(kFairParts * at_once / s.units - s.batch / 2, 1),\n"
+        "                   std::min(fair, kUnevenTokens));",
+    )
+]
+
 # Clusters for uneven numbers: at most one wave more than an even batch takes.
 _ONE_WAVE_MORE: list[Edit] = [
     (
@@ -269,6 +280,7 @@ _NAMED: dict[str, list[Edit]] = {
     "clusters for one unit": _CLUSTERS_FOR_ONE_UNIT,
     "even by count": _EVEN_BY_COUNT,
     "short small waves": _SHORT_SMALL_WAVES,
+    "whole waves": _WHOLE_WAVES,
     "one wave more": _ONE_WAVE_MORE,
     "even if it falls": _EVEN_IF_IT_FALLS,
     "merges of 12": [("merge_blocks.cuh", _MERGE_BATCH, "kQuads > 1 ? 4 : 12;")],
