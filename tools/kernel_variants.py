@@ -59,6 +59,8 @@ _RUN = "TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<kByShapes>);"
 _PAIRS = "if (p.invariant_tokens == 0 && p.num_kv_heads % 2 == 0 && items > room->clusters[0] &&"
 _PAIRS_AT_ONCE = "items <= int64_t{4} * room->workers) {"
 _PAIR_TYPES = "if constexpr (kIsFp8 && kGroupCuts == 1)"
+_EVEN_PARTS = "parts = std::min(at_once / items, average / (kEvenTiles * step));"
+_FEW_PARTS = "parts = std::min({{at_once / items, average / (kEvenTiles * step), int64_t{{{most}}}}});"
 _LOOPS_IF = "if (small && !waves)"
 _LOOPS = "clusters = std::max(parts * s.batch, std::min(at_once / s.units, numbers));"
 
@@ -280,6 +282,9 @@ _NAMED: dict[str, list[Edit]] = {
     "clusters for one unit": _CLUSTERS_FOR_ONE_UNIT,
     "even by count": _EVEN_BY_COUNT,
     "short small waves": _SHORT_SMALL_WAVES,
+    # With larger clusters (kLargeSplits): as few partials to add up at the end.
+    "at most 4 parts": [("choose.h", _EVEN_PARTS, _FEW_PARTS.format(most=4))],
+    "at most 8 parts": [("choose.h", _EVEN_PARTS, _FEW_PARTS.format(most=8))],
     "whole waves": _WHOLE_WAVES,
     "one wave more": _ONE_WAVE_MORE,
     "even if it falls": _EVEN_IF_IT_FALLS,
