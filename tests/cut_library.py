@@ -67,6 +67,11 @@ class _Shape(ctypes.Structure):
     ]
 
 
+def clusters_of(blocks: int, most_splits: int = MOST_SPLITS) -> tuple[int, ...]:
+    """Clusters of 1, 2, ... 8 blocks that make up `blocks`; 0: larger than the device takes."""
+    return tuple(blocks // s if s <= most_splits else 0 for s in range(1, MOST_SPLITS + 1))
+
+
 @dataclass(frozen=True)
 class Room:
     """A device: SMs, and how many clusters of 1, 2, ... 8 blocks run at once (0: none)."""
@@ -77,8 +82,7 @@ class Room:
     @classmethod
     def of(cls, workers: int, resident: int, most_splits: int = MOST_SPLITS) -> Room:
         """With `resident` blocks an SM, which fill up with clusters of up to `most_splits` blocks."""
-        blocks = workers * resident
-        return cls(workers, tuple(blocks // s if s <= most_splits else 0 for s in range(1, MOST_SPLITS + 1)))
+        return cls(workers, clusters_of(workers * resident, most_splits))
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,10 @@ class CutLibrary:
         out = np.empty_like(given)
         self._library.divide_all(ctypes.c_int64(divisor), len(given), given.ctypes, out.ctypes)
         return out
+
+    def share_among(self, choice: Choice, warps: int) -> None:
+        """Has so many warps share a part's tiles."""
+        self._library.share_among(ctypes.byref(choice), warps)
 
     def choose(
         self, shape: Shape, room: Room, invariant_tokens: int = 0, may_stay_uncut: bool = True

@@ -12,6 +12,8 @@ void choose(const Shape* shape, const DeviceRoom* room, int64_t invariant_tokens
   *out = choose_cut(*shape, *room, invariant_tokens, may_stay_uncut != 0);
 }
 
+void share_among(Choice* choice, int32_t warps) { choice->cut.by_warps = divisor_of(warps); }
+
 // x / d for each x, by multiplication.
 void divide_all(int64_t d, int32_t count, const int32_t* x, int32_t* out) {
   const Divisor by = divisor_of(d);

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import jinja2
 import torch
+from cut_library import KERNEL, Cut, clusters_of
 
 from evenkv.library.toolchain import find_cxx
 from evenkv.numerics.problem import Problem
-from evenkv.paths import find_repository
 from evenkv.spec.family import DecodeSpec
 
-SOURCES = find_repository().kernels / "evenkv_cuda"
 HOST_GPU = Path(__file__).with_name("host_gpu")
 HOST_RUNTIME = Path(__file__).with_name("host_runtime")
 
@@ -45,7 +44,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("kv_indptr", "kv_indices", "kv_last_page_len")]
         + [(name, ctypes.c_int32) for name in ("batch", "page_size", "num_kv_indices", "num_kv_heads")]
-        + [("by_page_size", ctypes.c_int32 * 2), ("cut", ctypes.c_int32 * 11)]
+        + [("by_page_size", ctypes.c_int32 * 2), ("cut", Cut)]
         + [(name, ctypes.c_void_p) for name in ("k_cache", "v_cache")]
         + [(f"{kv}_stride_{d}", ctypes.c_int64) for kv in "kv" for d in ("page", "slot", "head")]
         + [("num_pages", ctypes.c_int32), ("units", ctypes.c_uint32 * 5), ("q", ctypes.c_void_p)]
@@ -126,10 +125,9 @@ class Room:
     resident: int = 2
     most_splits: int = 8
 
-    def clusters(self) -> list[int]:
+    def clusters(self) -> tuple[int, ...]:
         """How many run at once, of 1, 2, ... 8 blocks."""
-        blocks = self.workers * self.resident
-        return [blocks // splits if splits <= self.most_splits else 0 for splits in range(1, 9)]
+        return clusters_of(self.workers * self.resident, self.most_splits)
 
 
 @dataclass(frozen=True)
@@ -260,7 +258,7 @@ class _Watched:
             assert (ends == _POISON).all(), "memory beside the outputs is written"
 
 
-def build_host_kernel(spec: DecodeSpec, folder: Path, sources: Path = SOURCES) -> HostKernel:
+def build_host_kernel(spec: DecodeSpec, folder: Path, sources: Path = KERNEL) -> HostKernel:
     """Compiles the specialisation of `spec` in `folder`, which must be empty."""
     for pattern in ("*.cu", "*.cuh", "*.h"):
         for source in sources.glob(pattern):

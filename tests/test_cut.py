@@ -208,9 +208,7 @@ def test_every_cut_that_the_host_may_ask_for(
     choice = library.choose(shape, Room(132, (396,) * 8), tile_multiple * tiles[1], False)
     choice.splits, choice.clusters, cut = splits, clusters, choice.cut
     assert cut.part_tokens == tile_multiple * tiles[1]
-    bits = (splits * tiles[0] // tiles[1] - 1).bit_length()
-    warps = splits * tiles[0] // tiles[1]
-    cut.by_warps[0], cut.by_warps[1] = -(-(1 << (31 + bits)) // warps), 31 + bits
+    library.share_among(choice, splits * tiles[0] // tiles[1])
     if even:
         cut.even_parts, cut.even_pages = even_parts, 2**31 - 1
         # No more parts than tiles.

@@ -30,7 +30,7 @@ NAMES = [
     "gqa_paged_decode_h16_kv4_d256_ps16",
     "gqa_paged_decode_fp8_h32_kv4_d128_ps64",
 ]
-# One token, an empty request, a request of many chunks, and lengths around page and tile ends.
+# One token, an empty request, a request of many parts, and lengths around page and tile ends.
 LENGTHS = [1, 0, 20_000, 17, 600, 64, 333]
 
 

@@ -58,6 +58,7 @@ def _block(warps: str, stages: str, resident: str) -> list[Edit]:
 _RUN = "TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<kByShapes>);"
 _PAIRS = "if (p.invariant_tokens == 0 && p.num_kv_heads % 2 == 0 && items > room->clusters[0] &&"
 _PAIRS_AT_ONCE = "items <= int64_t{4} * room->workers) {"
+_PAIRS_NEVER: Edit = ("kernel.cu", _PAIRS, f"if (false && {_PAIRS.removeprefix('if (')}")
 _PAIR_TYPES = "if constexpr (kIsFp8 && kGroupCuts == 1)"
 _EVEN_PARTS = "parts = std::min(at_once / items, average / (kEvenTiles * step));"
 _FEW_PARTS = "parts = std::min({{at_once / items, average / (kEvenTiles * step), int64_t{{{most}}}}});"
@@ -268,7 +269,7 @@ _NAMED: dict[str, list[Edit]] = {
         ("choose.h", _LOOPS, "clusters = std::min(clusters, std::max<int64_t>(at_once / s.units, 1));"),
     ],
     # Two KV heads a block: in no batch; in every fp8 one; where fp8 has them, in 16 bits too.
-    "pairs never": [("kernel.cu", _PAIRS, f"if (false && {_PAIRS.removeprefix('if (')}")],
+    "pairs never": [_PAIRS_NEVER],
     "pairs always": [
         ("kernel.cu", _PAIRS, _PAIRS.replace("items > room->clusters[0]", "items > 0")),
         ("kernel.cu", _PAIRS_AT_ONCE, "items > 0) {"),
@@ -291,7 +292,7 @@ _NAMED: dict[str, list[Edit]] = {
     "merges of 12": [("merge_blocks.cuh", _MERGE_BATCH, "kQuads > 1 ? 4 : 12;")],
     "merges of 16": [("merge_blocks.cuh", _MERGE_BATCH, "kQuads > 1 ? 4 : 16;")],
     "2 warps": _block("2", "2", "6"),
-    "3 warps": [*_block("3", "2", "4"), ("kernel.cu", _PAIRS, f"if (false && {_PAIRS.removeprefix('if (')}")],
+    "3 warps": [*_block("3", "2", "4"), _PAIRS_NEVER],
     "8 warps": _block("8", "2", "1"),
     "3 stages": _block("4", "3", "2"),
     "4 stages": _block("4", "4", "1"),
