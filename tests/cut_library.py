@@ -33,6 +33,8 @@ class Cut(_Struct):
         ("even_pages", ctypes.c_int32),
         ("even_tokens", ctypes.c_int32),
         ("part_tokens", ctypes.c_int32),
+        ("tail_slot", ctypes.c_int32),
+        ("tail_scale", ctypes.c_int32),
         ("by_part_tokens", ctypes.c_uint32 * 2),
         ("by_warps", ctypes.c_uint32 * 2),
         ("most_scale", ctypes.c_int32),
@@ -65,6 +67,10 @@ class _Shape(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in ("units", "batch", "page_size", "num_kv_indices", "block_tokens", "tile_tokens")
     ]
+
+    @classmethod
+    def of(cls, shape: Shape) -> _Shape:
+        return cls(*(getattr(shape, name) for name, _ in cls._fields_))
 
 
 def clusters_of(blocks: int, most_splits: int = MOST_SPLITS) -> tuple[int, ...]:
@@ -150,13 +156,17 @@ class CutLibrary:
         """Has so many warps share a part's tiles."""
         self._library.share_among(ctypes.byref(choice), warps)
 
+    def number(self, choice: Choice, shape: Shape) -> None:
+        """Has numbers and places follow from an uneven cut's parts and tail."""
+        self._library.number_uneven(ctypes.byref(choice), ctypes.byref(_Shape.of(shape)))
+
     def choose(
         self, shape: Shape, room: Room, invariant_tokens: int = 0, may_stay_uncut: bool = True
     ) -> Choice:
         """What the host settles; `invariant_tokens` 0, or the part length of batch-invariant bits."""
         choice = Choice()
         self._library.choose(
-            ctypes.byref(_Shape(*(getattr(shape, name) for name, _ in _Shape._fields_))),
+            ctypes.byref(_Shape.of(shape)),
             ctypes.byref(_Room(room.workers, (ctypes.c_int32 * MOST_SPLITS)(*room.clusters))),
             ctypes.c_int64(invariant_tokens),
             may_stay_uncut,

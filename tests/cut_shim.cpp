@@ -14,6 +14,13 @@ void choose(const Shape* shape, const DeviceRoom* room, int64_t invariant_tokens
 
 void share_among(Choice* choice, int32_t warps) { choice->cut.by_warps = divisor_of(warps); }
 
+// What an uneven cut follows from, once its parts or its tail are others.
+void number_uneven(Choice* choice, const Shape* shape) {
+  const int64_t cells = count_cells(choice->cut, shape->num_kv_indices * shape->page_size);
+  choice->cut.numbers = static_cast<int32_t>(shape->batch + cells - 1);
+  choice->cut.places = static_cast<int32_t>(2 * cells);
+}
+
 // x / d for each x, by multiplication.
 void divide_all(int64_t d, int32_t count, const int32_t* x, int32_t* out) {
   const Divisor by = divisor_of(d);
@@ -29,7 +36,7 @@ int64_t visit_all(const Choice* choice, int32_t batch, int32_t page_size, int32_
                   int32_t tile_tokens, int32_t num_warps, const int32_t* kv_indptr, const int32_t* lengths,
                   int64_t capacity, int32_t* visits, int32_t* warps, int32_t* is_even, int32_t* scale) {
   const Cut& cut = choice->cut;
-  Part part{0, 0, 1, 0, true, 0};
+  Part part{0, 0, 1, 0, true, 0, 0, 0};
   const int32_t listed = std::min(kv_indptr[batch], num_kv_indices);
   if (!choice->uncut) {
     int32_t longest = 0;
@@ -37,7 +44,7 @@ int64_t visit_all(const Choice* choice, int32_t batch, int32_t page_size, int32_
       for (int32_t r = 0; r < batch; ++r) longest = std::max(longest, kv_indptr[r + 1] - kv_indptr[r]);
     }
     part.scale = scale_of(cut, listed, num_kv_indices);
-    part.even = longest <= cut.even_pages >> part.scale;
+    part.even = evenkv::is_even(cut, longest, part.scale);
   }
   *is_even = part.even;
   *scale = part.scale;
@@ -46,7 +53,7 @@ int64_t visit_all(const Choice* choice, int32_t batch, int32_t page_size, int32_
   for (int32_t cluster = 0; cluster < choice->clusters; ++cluster) {
     for (int64_t number = cluster; number < numbers; number += choice->clusters) {
       if (choice->uncut) {
-        part = {static_cast<int32_t>(number), 0, 1, 0, true, 0};
+        part = {static_cast<int32_t>(number), 0, 1, 0, true, 0, 0, 0};
       } else if (part.even) {
         part.request = static_cast<int32_t>(number) / cut.even_parts;
       } else {
@@ -61,7 +68,8 @@ int64_t visit_all(const Choice* choice, int32_t batch, int32_t page_size, int32_
       if (part.request >= batch) continue;
       const int32_t length = lengths[part.request];
       if (!choice->uncut) {
-        find_part(cut, static_cast<int32_t>(number), kv_indptr[part.request] * page_size, length, part);
+        find_part(cut, static_cast<int32_t>(number), kv_indptr[part.request] * page_size, length, tile_tokens,
+                  part);
       }
       const bool is_empty = length == 0;
       if (is_empty ? part.index != 0 : !choice->uncut && !is_own(part)) continue;

@@ -65,6 +65,8 @@ class _Forced(_Integers):
             "clusters",
             "even_parts",
             "part_tokens",
+            "tail_slot",
+            "tail_scale",
             "most_scale",
             "is_even",
             "is_uncut",
@@ -224,13 +226,14 @@ class HostKernel:
         return output, lse
 
     def find_requests(
-        self, problem: Problem, part_tokens: int, scale: int, numbers: torch.Tensor
+        self, problem: Problem, part_tokens: int, tail_slot: int, scale: int, numbers: torch.Tensor
     ) -> torch.Tensor:
         """The request that find.cuh finds for each of a unit's `numbers`, int32."""
         numbers, found = numbers.int().contiguous(), torch.full(numbers.shape, -7, dtype=torch.int32)
         fault = self.library.find_requests(
             ctypes.byref(self.params_of(problem)),
             part_tokens,
+            tail_slot,
             scale,
             len(numbers),
             ctypes.c_void_p(numbers.data_ptr()),

@@ -28,7 +28,15 @@ EVEN = {"is_uncut": -1, "is_even": 1, "even_parts": 5}
 UNEVEN = {"is_uncut": -1, "is_even": -1, "part_tokens": 32}
 SHORT = {"is_uncut": -1, "is_even": -1, "part_tokens": 16}
 LONG = {"is_uncut": -1, "is_even": -1, "part_tokens": 160}
-WAYS = {"uncut": UNCUT, "even": EVEN, "uneven": UNEVEN, "parts of a tile": SHORT, "long parts": LONG}
+TAIL = {**LONG, "tail_slot": 160, "tail_scale": 2}
+WAYS = {
+    "uncut": UNCUT,
+    "even": EVEN,
+    "uneven": UNEVEN,
+    "parts of a tile": SHORT,
+    "long parts": LONG,
+    "tail": TAIL,
+}
 INVARIANT = {"invariant_tokens": 64}
 ALL_WAYS = {**WAYS, "batch-invariant": INVARIANT}
 of_all_ways = pytest.mark.parametrize("way", ALL_WAYS.values(), ids=ALL_WAYS)
@@ -207,13 +215,18 @@ def test_numbers_find_their_requests(
 ) -> None:
     """A number belongs to the last request that begins by it, also where a search narrows it down first."""
     problem = make_problem(replace(BF16, num_qo_heads=2, num_kv_heads=1, page_size=page_size), lengths)
+    slots = problem.tensors["kv_indptr"].long() * page_size
     for part_tokens in (16, 48, 1024):
-        begins = problem.tensors["kv_indptr"].long() * page_size * 2**scale // part_tokens
-        begins += torch.arange(len(begins))
-        numbers = torch.arange(int(begins[-1]) + 3)
-        wanted = (torch.searchsorted(begins, numbers, right=True) - 1).clamp(min=0)
-        found = bf16.find_requests(problem, part_tokens, scale, numbers)
-        assert torch.equal(found.long(), wanted), part_tokens
+        for tail_slot in (2**31 - 1, max(2**scale, int(slots[-1]) * 2**scale // 3)):
+            tail = tail_slot >> scale
+            late = (tail - 1) * 2**scale // part_tokens + 1
+            late = late + (slots - tail + 32) * 2 ** (scale + 1) // part_tokens  # cut.h: cell_of
+            begins = torch.where(slots < tail, slots * 2**scale // part_tokens, late)
+            begins += torch.arange(len(begins))
+            numbers = torch.arange(int(begins[-1]) + 3)
+            wanted = (torch.searchsorted(begins, numbers, right=True) - 1).clamp(min=0)
+            found = bf16.find_requests(problem, part_tokens, tail_slot, scale, numbers)
+            assert torch.equal(found.long(), wanted), (part_tokens, tail_slot)
 
 
 def test_many_requests(bf16: HostKernel) -> None:

@@ -9,7 +9,7 @@ namespace host_gpu {
 
 // What a test wants instead of what shapes settle, so that small problems are cut in many ways. 0: as chosen.
 struct Forced {
-  int32_t splits, clusters, even_parts, part_tokens, most_scale;
+  int32_t splits, clusters, even_parts, part_tokens, tail_slot, tail_scale, most_scale;
   int32_t is_even;   // 1: whatever the lengths; -1: never
   int32_t is_uncut;  // 1: yes, where the launcher allows it; -1: no
 };
@@ -23,6 +23,8 @@ Choice choose(const Shape& s, const DeviceRoom& room, int64_t invariant_tokens, 
   if (forced.splits != 0) choice.splits = forced.splits;
   if (forced.even_parts != 0) cut.even_parts = forced.even_parts;
   if (forced.part_tokens != 0) cut.part_tokens = forced.part_tokens;
+  cut.tail_slot = forced.tail_slot != 0 ? forced.tail_slot : kNoTail;
+  cut.tail_scale = forced.tail_scale;
   cut.most_scale = forced.most_scale;
   if (forced.is_even != 0) cut.even_pages = forced.is_even > 0 ? INT32_MAX : -1;
   choice.uncut = forced.is_uncut > 0 ? may_stay_uncut : choice.uncut && forced.is_uncut == 0;
@@ -34,9 +36,9 @@ Choice choose(const Shape& s, const DeviceRoom& room, int64_t invariant_tokens, 
       static_cast<int32_t>(std::max<int64_t>(ceil_div(ceil_div(slots, s.batch), cut.even_parts), 1));
   cut.by_part_tokens = divisor_of(cut.part_tokens);
   cut.by_warps = divisor_of(s.block_tokens / s.tile_tokens * choice.splits);
-  cut.numbers = static_cast<int32_t>(always_even ? even_numbers : s.batch + slots / cut.part_tokens);
-  cut.places =
-      static_cast<int32_t>(std::max(even_numbers, always_even ? 0 : 2 * (slots / cut.part_tokens + 1)));
+  const int64_t cells = count_cells(cut, slots);
+  cut.numbers = static_cast<int32_t>(always_even ? even_numbers : s.batch + cells - 1);
+  cut.places = static_cast<int32_t>(std::max(even_numbers, always_even ? 0 : 2 * cells));
   choice.clusters =
       static_cast<int32_t>(choice.uncut           ? s.batch
                            : forced.clusters != 0 ? forced.clusters
@@ -314,12 +316,15 @@ const char* launch(DecodeParams* p, int32_t device, const Forced* wanted, const 
   return !fault.empty() ? fault.c_str() : error;
 }
 
-// find.cuh's answer for each number, of a unit whose parts have `part_tokens` >> `halvings`.
-const char* find_requests(const DecodeParams* p, int32_t part_tokens, int32_t halvings, int32_t count,
-                          const int32_t* asked, int32_t* requests) {
+// find.cuh's answer for each number, of a unit whose parts have `part_tokens` >> `halvings`, or half of that
+// from `tail_slot` on.
+const char* find_requests(const DecodeParams* p, int32_t part_tokens, int32_t tail_slot, int32_t halvings,
+                          int32_t count, const int32_t* asked, int32_t* requests) {
   params = *p;
   scale = halvings;
   params.cut.part_tokens = part_tokens;
+  params.cut.tail_slot = tail_slot;
+  params.cut.tail_scale = 1;
   params.cut.by_part_tokens = divisor_of(part_tokens);
   numbers = asked;
   found = requests;

@@ -32,7 +32,6 @@ struct Choice {
 constexpr int64_t kGrowTiles = 2;
 // An even request is cut where its warps would have more than this, in parts of at least kEvenTiles.
 constexpr int64_t kUncutTiles = 8, kEvenTiles = 2;
-constexpr int64_t kUnevenTiles = 2;  // an uneven part has at least this many
 // Requests stay whole, however uneven, while one that holds all tokens leaves a warp at most this many.
 constexpr int64_t kWorstTiles = 28;
 // Up to this many slots of all units an SM the chain of dependent steps decides, not bandwidth: clusters as
@@ -40,6 +39,8 @@ constexpr int64_t kWorstTiles = 28;
 constexpr int64_t kSmallSlots = 1024;
 constexpr int32_t kLargeSplits = 2;
 constexpr int64_t kMostEvenParts = 32;  // more are added up too slowly: larger clusters instead
+// Blocks an SM of even requests that are cut to fill the device: a third gains less than its partials cost.
+constexpr int64_t kEvenBlocks = 2;
 // More items than run at once: cut in as many parts as make this many waves (tenths), if they keep some
 // length. Few waves end with SMs that hold one block, which alone does not use an SM's bandwidth.
 constexpr int64_t kWaves10 = 25, kWaveTokens = 1024;
@@ -47,13 +48,21 @@ constexpr int64_t kWaves10 = 25, kWaveTokens = 1024;
 constexpr int64_t kEven100 = 125;
 // A scan over more requests than this for the longest costs more than it gains.
 constexpr int64_t kMostScanned = 1024;
-// Uneven parts: a third of what a block would get of the batch, so that those that end late do not end much
-// later than others; but no shorter than this, since a part's begin and end cost some 5 us; where the batch
-// does not run at once, than this or the average. Beyond a fifth they would only fill scratch.
-constexpr int64_t kFairParts = 3, kMostFairParts = 5;
-constexpr int64_t kUnevenTokens = 2048, kUnevenWaveTokens = 3072;
+// Uneven parts: what a cluster would get of the batch, at least kEvenTiles; half of the slots, those that
+// come last, in parts of an eighth if that leaves some length, so that those that end late do not end much
+// later than others. A part's begin and end cost some 5 us.
+constexpr int64_t kTailTokens = 512;
+constexpr int32_t kTailHalvings = 3;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Cells of a unit, however lengths are halved. Then a tail begins up to a tile earlier, of cells that are
+// shorter.
+inline int64_t count_cells(const Cut& cut, int64_t slots) {
+  const int64_t cells = cell_of(cut, static_cast<int32_t>(slots), 0) + 1;
+  if (cut.tail_scale == 0) return cells;
+  return cells + ((kMostTileTokens + int64_t{1}) << (cut.most_scale + cut.tail_scale)) / cut.part_tokens + 1;
+}
 
 inline int32_t choose_splits(const Shape& s, const DeviceRoom& room, int64_t average, bool small) {
   const int64_t items = s.units * s.batch;
@@ -65,6 +74,16 @@ inline int32_t choose_splits(const Shape& s, const DeviceRoom& room, int64_t ave
     if (average <= s.block_tokens * splits * tiles) break;
   }
   return splits;
+}
+
+// Whether a block takes two KV heads: rows of one fp8 head are short for DRAM, and two heads' rows lie side
+// by side. Where the batch then runs at once and else would not. Batch-invariant bits must not depend on the
+// batch's size.
+inline bool take_pairs(int64_t num_kv_heads, int64_t batch, int64_t invariant_tokens,
+                       const DeviceRoom& room) {
+  const int64_t items = num_kv_heads * batch;
+  return invariant_tokens == 0 && num_kv_heads % 2 == 0 && items > room.clusters[0] &&
+         items <= int64_t{4} * room.workers;
 }
 
 // invariant_tokens: 0, or the part length of batch-invariant bits. may_stay_uncut: whether the choice may be
@@ -86,7 +105,10 @@ inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invaria
   if (never_even) {
     // Uneven parts do.
   } else if (!waves) {
-    if (average > kUncutTiles * step) parts = std::min(at_once / items, average / (kEvenTiles * step));
+    if (average > kUncutTiles * step) {
+      const int64_t room_for = std::min(at_once, kEvenBlocks * room.workers / choice.splits) / items;
+      parts = std::min(room_for, average / (kEvenTiles * step));
+    }
   } else if (items * 10 < at_once * kWaves10) {
     parts = std::min(ceil_div(at_once * kWaves10, items * 10), average / kWaveTokens);
   }
@@ -97,30 +119,28 @@ inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invaria
                                         : s.batch == 1 ? INT32_MAX
                                                        : average * kEven100 / 100 / s.page_size);
 
+  const int64_t least = kEvenTiles * step;
   const int64_t fair = s.units * slots / at_once;  // tokens
-  int64_t most;
-  if (waves) {
-    const int64_t usual =
-        std::min(std::max(average, kWaveTokens), std::max(fair / kFairParts, kUnevenWaveTokens));
-    most = std::max(usual, fair / kMostFairParts);
-  } else {
-    const int64_t usual = small ? fair : std::max(fair / kFairParts, std::min(fair, kUnevenTokens));
-    most = std::max(usual, kUnevenTiles * step);
-  }
-  if (invariant_tokens > 0) {
-    most = invariant_tokens;
-  } else {
-    most = std::min(most, slots);
-  }
+  const int64_t most = invariant_tokens > 0 ? invariant_tokens : std::min(std::max(fair, least), slots);
   cut.part_tokens = static_cast<int32_t>(ceil_div(std::max<int64_t>(most, 1), s.tile_tokens) * s.tile_tokens);
+  cut.tail_slot = kNoTail;
+  const int64_t tail_slot = slots / 2 / cut.part_tokens * cut.part_tokens;
+  // Small problems are over when their longest part is.
+  if (invariant_tokens == 0 && tail_slot > 0 && (waves || !small)) {
+    const int64_t shortest = std::max(kTailTokens, least);
+    while (cut.tail_scale < kTailHalvings && cut.part_tokens >> (cut.tail_scale + 1) >= shortest)
+      ++cut.tail_scale;
+    if (cut.tail_scale > 0) cut.tail_slot = static_cast<int32_t>(tail_slot);
+  }
   // Lengths may be far below what kv_indices could hold, but no part gets less than its two tiles a warp.
-  const int64_t least = std::max(kUnevenTiles, kEvenTiles) * step;
-  const int64_t halved = parts > 1 ? std::min(cut.even_tokens, cut.part_tokens) : cut.part_tokens;
+  int64_t halved = cut.part_tokens >> cut.tail_scale;
+  if (parts > 1) halved = std::min<int64_t>(halved, cut.even_tokens);
   while (invariant_tokens == 0 && halved >> (cut.most_scale + 1) >= least) ++cut.most_scale;
   cut.by_part_tokens = divisor_of(cut.part_tokens);
   cut.by_warps = divisor_of(step / s.tile_tokens);
   const bool always_even = cut.even_pages == INT32_MAX;
-  const int64_t numbers = always_even ? parts : s.batch + slots / cut.part_tokens;
+  const int64_t cells = count_cells(cut, slots);
+  const int64_t numbers = always_even ? parts : s.batch + cells - 1;
   cut.numbers = static_cast<int32_t>(numbers);
 
   choice.uncut = may_stay_uncut && invariant_tokens == 0 && parts == 1 && !waves &&
@@ -132,7 +152,7 @@ inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invaria
   int64_t places = 0;
   if (!choice.uncut) {
     if (parts > 1) places = parts * s.batch;
-    if (!always_even && slots > cut.part_tokens) places = std::max(places, 2 * (slots / cut.part_tokens + 1));
+    if (!always_even && slots > cut.part_tokens) places = std::max(places, 2 * cells);
   }
   cut.places = static_cast<int32_t>(places);
   return choice;

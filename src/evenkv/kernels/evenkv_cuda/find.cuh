@@ -5,14 +5,17 @@
 
 namespace evenkv {
 
-// Pages of the longest request. Every lane returns the same value.
+// Pages of the longest request; 0 where kv_indptr falls: counted as even, every request is found and counters
+// return to zero (up to kMostScanned requests). Every lane returns the same value.
 __device__ __forceinline__ int32_t longest_request(const DecodeParams& p) {
   int32_t longest = 0;
 #pragma unroll 4
   for (int32_t request = threadIdx.x & 31; request < p.batch; request += 32) {
-    longest = max(longest, __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request));
+    const int32_t pages = __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request);
+    longest = max(longest, pages < 0 ? INT32_MAX : pages);
   }
-  return static_cast<int32_t>(__reduce_max_sync(kAllLanes, static_cast<uint32_t>(longest)));
+  longest = static_cast<int32_t>(__reduce_max_sync(kAllLanes, static_cast<uint32_t>(longest)));
+  return longest == INT32_MAX ? 0 : longest;
 }
 
 // A unit's slot where a page begins; pages beyond the listed ones begin where those end.

@@ -95,12 +95,7 @@ const char* launch_decode(DecodeParams& p, int32_t device, void* stream) {
   const DeviceRoom* room = room_on<1>(device);
   if (room == nullptr) return message.c_str();
   if constexpr (kIsFp8 && kGroupCuts == 1) {
-    // fp8 rows of one head are short for DRAM. Two heads' rows, which lie side by side, are read in one block
-    // where the batch then runs at once and else would not. Batch-invariant bits must not depend on the
-    // batch's size.
-    const int64_t items = static_cast<int64_t>(p.num_kv_heads) * p.batch;
-    if (p.invariant_tokens == 0 && p.num_kv_heads % 2 == 0 && items > room->clusters[0] &&
-        items <= int64_t{4} * room->workers) {
+    if (take_pairs(p.num_kv_heads, p.batch, p.invariant_tokens, *room)) {
       const DeviceRoom* pairs = room_on<2>(device);
       return pairs == nullptr ? message.c_str()
                               : launch<2>(p, *pairs, device, static_cast<cudaStream_t>(stream));

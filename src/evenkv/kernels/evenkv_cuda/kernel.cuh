@@ -45,7 +45,8 @@ __device__ __forceinline__ void decode_part(const DecodeParams& p, BlockShared<k
   const UnitHeads heads(blockIdx.y, kHeads, warp % kHeads);
   Attention attention;
   attention.start(p, part.request, heads.head0, heads.heads);
-  if (!kUncut) find_part(p.cut, number, listed_slot(p, span.first_page, listed), span.length, part);
+  if (!kUncut)
+    find_part(p.cut, number, listed_slot(p, span.first_page, listed), span.length, kTileTokens, part);
   if (span.length <= 0 || span.unlisted) {
     if (rank == 0 && part.index == 0) write_nothing<kHeads>(p, part.request, span.unlisted);
     return;
@@ -84,16 +85,15 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(const __gri
   const int64_t block = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   const int64_t line = (block * kThreads + threadIdx.x) * 32;
   if (line < min(p.num_kv_indices, kPrefetchedIds)) prefetch_l2(p.kv_indices + line);
-  Part part = {static_cast<int32_t>(blockIdx.z), 0, 1, 0, true, 0};
+  Part part = {static_cast<int32_t>(blockIdx.z), 0, 1, 0, true, 0, 0, 0};
   if constexpr (kUncut) {
     decode_part<kHeads, true>(p, shared, 0, p.num_kv_indices, part);
   } else {
     // What kv_indptr counts: kv_indices may be longer, or shorter where the table is bad.
     const int32_t listed = min(max(__ldg(p.kv_indptr + p.batch), 0), p.num_kv_indices);
     part.scale = scale_of(p.cut, listed, p.num_kv_indices);
-    if (p.cut.even_pages != INT32_MAX) {
-      part.even = p.cut.even_pages >= 0 && longest_request(p) <= p.cut.even_pages >> part.scale;
-    }
+    const bool open = p.cut.even_pages >= 0 && p.cut.even_pages != INT32_MAX;
+    part.even = is_even(p.cut, open ? longest_request(p) : 0, part.scale);
     const int32_t numbers = numbers_of(p.cut, part.even, p.batch);
 #pragma unroll 1
     for (int32_t number = blockIdx.z; number < numbers; number += gridDim.z) {
