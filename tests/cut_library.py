@@ -226,7 +226,7 @@ class Blocks:
 
 
 def heads_of(spec: DecodeSpec, batch: int, workers: int, invariant: bool = False) -> int:
-    """KV heads a block: kernel.cu, launch_decode."""
+    """KV heads a block: choose.h, take_pairs."""
     blocks = Blocks.of(spec)
     items = spec.num_kv_heads * batch
     is_pair = spec.is_fp8 and blocks.units_a_head == 1 and spec.num_kv_heads % 2 == 0 and not invariant

@@ -27,7 +27,7 @@ D256 = DecodeSpec(20, 2, 256, 16, "float16")
 PAIRS = DecodeSpec(64, 8, 128, 16, E4M3)
 PAIRS_GROUP12 = DecodeSpec(24, 2, 64, 64, E4M3)
 SPECS = (PAGE1, PAGE16, D256, PAIRS, PAIRS_GROUP12)
-SYMBOLS = ("run", "run_general", "run_batch_invariant")
+SYMBOLS = ("run", "run_always_cut", "run_batch_invariant")
 
 
 def make_plans(sm_count: int) -> dict[str, Plan]:

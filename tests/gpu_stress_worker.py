@@ -62,7 +62,7 @@ class CudaKernel:
 class GeneralCudaKernel(CudaKernel):
     """The same without the kernel for requests that stay whole, which takes many of the stress test's."""
 
-    symbol = "run_general"
+    symbol = "run_always_cut"
 
 
 class InvariantCudaKernel(CudaKernel):

@@ -107,7 +107,7 @@ REFUSED: list[tuple[str, Change, type[Exception], str]] = [
 def test_a_wrong_argument_is_named(
     library: Path, name: str, change: Change, kind: type[Exception], message: str
 ) -> None:
-    for symbol in ("run", "run_batch_invariant", "run_general"):
+    for symbol in ("run", "run_batch_invariant", "run_always_cut"):
         with pytest.raises(kind, match=f"^{name}: .*{message}"):
             load_shared_library(library, symbol)(*_arguments(**{name: change}))
 
@@ -126,7 +126,7 @@ def test_what_the_launcher_is_told(library: Path, changes: dict[str, Change], to
     arguments = _arguments(**changes)
     pages, listed = (len(arguments[NAMES.index(name)]) for name in ("k_cache", "kv_indices"))  # type: ignore[arg-type]
     shapes = f"batch 3, pages {pages} of 16, listed {listed}, KV heads 8"
-    for symbol, parts in (("run", "0 0"), ("run_batch_invariant", "2048 0"), ("run_general", "0 1")):
+    for symbol, parts in (("run", "0 0"), ("run_batch_invariant", "2048 0"), ("run_always_cut", "0 1")):
         with pytest.raises(RuntimeError, match=f"^{shapes}, strides {told}, parts {parts}$"):
             load_shared_library(library, symbol)(*arguments)
 

@@ -68,7 +68,7 @@ def test_which_kernel_runs() -> None:
     spec = DecodeSpec(32, 8, 128, 16)
     for lengths, uncut in (([91], True), ([1024] * 8, True), ([1] * 30, True), ([4096] * 16, False)):
         assert _which(spec, lengths, "run") == (1, uncut), (len(lengths), lengths[0])
-        for symbol in ("run_general", "run_batch_invariant"):
+        for symbol in ("run_always_cut", "run_batch_invariant"):
             assert _which(spec, lengths, symbol) == (1, False), (symbol, len(lengths), lengths[0])
 
 
@@ -84,7 +84,7 @@ def test_which_fp8_problems_take_two_heads_a_block() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.short_name)
-@pytest.mark.parametrize("symbol", ["run", "run_general"])
+@pytest.mark.parametrize("symbol", ["run", "run_always_cut"])
 def test_every_way_of_cutting(spec: DecodeSpec, symbol: str) -> None:
     """Right, and the same bits whenever the graph is replayed."""
     run = load_cuda_function(spec, symbol)
@@ -131,7 +131,7 @@ sys.exit("; ".join(faults) or 0)
 """
 
 
-@pytest.mark.parametrize("symbol", ["run", "run_general", "run_batch_invariant"])
+@pytest.mark.parametrize("symbol", ["run", "run_always_cut", "run_batch_invariant"])
 def test_the_first_call_of_a_process_may_be_captured(symbol: str) -> None:
     """What is asked once a device and kernel, and scratch, must not end a capture."""
     here = str(Path(__file__).parent)

@@ -65,12 +65,6 @@ _LOOPS = "clusters = std::max(parts * s.batch, std::min(at_once / s.units, numbe
 # Rows of any pages with fewer instructions: the row's mark travels with its place, and one multiply-add makes
 # the address.
 _SHORT_ROWS: list[Edit] = [
-    before(
-        "ptx.cuh",
-        "__device__ __forceinline__ void prefetch_l2(",
-        "template <typename T>\n__device__ __forceinline__ const T* opaque(const T* p) {\n"
-        '  asm("" : "+l"(p));\n  return p;\n}\n',
-    ),
     (
         "cursor.cuh",
         "    base += chunk * 16;\n",

@@ -307,6 +307,10 @@ void copy_async_wait() {
     for (const host_gpu::Copy& copy : groups.front()) host_gpu::arrive(copy);
   }
 }
+template <typename T>
+const T* opaque(const T* p) {
+  return p;
+}
 inline void prefetch_l2(const void* p) {
   if (!host_gpu::is_input(p, 4)) host_gpu::fault = "a prefetch lies outside the inputs";
 }

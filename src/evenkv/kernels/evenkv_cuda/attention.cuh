@@ -26,12 +26,28 @@ struct Attention {
   // returns. set_scale must follow.
   __device__ __forceinline__ void start(const DecodeParams& p, int32_t request, int32_t head0,
                                         int32_t heads) {
-    const char* rows =
-        static_cast<const char*>(p.q) + (request * p.q_stride_batch + head0 * p.q_stride_head) * 2;
-    take_queries([&](int head, int byte) {
-      return head < heads ? __ldg(reinterpret_cast<const uint32_t*>(rows + head * p.q_stride_head * 2 + byte))
-                          : 0u;
-    });
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < kColumnBlocks; ++n) {
+      const int head = n * 8 + lane / 4;
+      // Lanes of column g hold head g. 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements
+      // 4c .. 4c + 3 of each 16.
+      const int64_t first = request * p.q_stride_batch + (head0 + head) * p.q_stride_head;
+      const char* row = static_cast<const char*>(p.q) + first * 2 + lane % 4 * (kIsFp8 ? 8 : 4);
+      row = opaque(row);  // one address for all of the loads
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const char* from = row + step * 32 + half * (kIsFp8 ? 4 : 16);
+          q[step][n][half] = head < heads ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0u;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[step][n][i] = 0.0f;
+      }
+      m[n][0] = m[n][1] = kNoMaximum;
+      l[n][0] = l[n][1] = 0.0f;
+    }
   }
 
   // What logits are multiplied by; waits for the queries where they are scaled too.
@@ -41,28 +57,6 @@ struct Attention {
   }
 
  private:
-  // Lanes of column g hold head g. 16-bit K: a lane holds elements 2c, 2c + 1 of each 8; fp8 K: elements 4c
-  // .. 4c + 3 of each 16. `load` gets a head and the byte within its row.
-  template <typename Load>
-  __device__ __forceinline__ void take_queries(const Load& load) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int n = 0; n < kColumnBlocks; ++n) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          q[step][n][half] =
-              load(n * 8 + lane / 4, lane % 4 * (kIsFp8 ? 8 : 4) + step * 32 + half * (kIsFp8 ? 4 : 16));
-        }
-        m[n][0] = m[n][1] = kNoMaximum;
-        l[n][0] = l[n][1] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[step][n][i] = 0.0f;
-      }
-    }
-  }
-
   // bf16 q in fp16 keeps its 8 bits but not its range: scale all heads by one power of two.
   __device__ __forceinline__ void scale_query_to_half() {
     uint32_t largest = 0;

@@ -209,5 +209,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<kByShapes>);
 // The same arguments. A request's bits do not depend on the rest of the batch.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_batch_invariant, run<kBatchInvariant>);
 // The same arguments. Never the kernel for requests that stay whole: for tests and comparisons.
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_general, run<kAlwaysCut>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_always_cut, run<kAlwaysCut>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_scratch, fill_scratch);

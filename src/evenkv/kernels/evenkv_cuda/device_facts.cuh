@@ -61,7 +61,7 @@ template <typename Kernel>
 bool allow_shared(Kernel kernel, size_t bytes) {
   return !failed(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-      "asking for shared memory (a GPU of compute capability 8.0, 9.0 or 10.0 has enough)");
+      "asking for a block's shared memory");
 }
 
 }  // namespace

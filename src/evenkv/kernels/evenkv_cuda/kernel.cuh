@@ -82,9 +82,8 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(const __gri
   extern __shared__ __align__(128) uint8_t raw[];
   BlockShared<kHeads>& shared = *reinterpret_cast<BlockShared<kHeads>*>(raw);
   // Page ids: into L2 while the lengths are on their way, a line a thread of the first blocks.
-  const int64_t block = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  const int64_t line = (block * kThreads + threadIdx.x) * 32;
-  if (line < min(p.num_kv_indices, kPrefetchedIds)) prefetch_l2(p.kv_indices + line);
+  const uint32_t line = ((blockIdx.z * gridDim.x + blockIdx.x) * kThreads + threadIdx.x) * 32;
+  if (blockIdx.y == 0 && line < min(p.num_kv_indices, kPrefetchedIds)) prefetch_l2(p.kv_indices + line);
   Part part = {static_cast<int32_t>(blockIdx.z), 0, 1, 0, true, 0, 0, 0};
   if constexpr (kUncut) {
     decode_part<kHeads, true>(p, shared, 0, p.num_kv_indices, part);
@@ -97,7 +96,8 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(const __gri
     const int32_t numbers = numbers_of(p.cut, part.even, p.batch);
 #pragma unroll 1
     for (int32_t number = blockIdx.z; number < numbers; number += gridDim.z) {
-      part.request = part.even ? number / p.cut.even_parts : find_request(p, number, listed, part.scale);
+      part.request = part.even ? p.cut.even_parts == 1 ? number : number / p.cut.even_parts
+                               : find_request(p, number, listed, part.scale);
       if (part.request < p.batch) decode_part<kHeads, false>(p, shared, number, listed, part);
     }
   }
