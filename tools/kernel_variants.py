@@ -232,6 +232,14 @@ _NAMED: dict[str, list[Edit]] = {
     "pairs of 16 bits": [("kernel.cu", _PAIR_TYPES, "if constexpr (kGroupCuts == 1)")],
     "fair parts": _FAIR_PARTS,
     "picked clusters": _PICKED_CLUSTERS,
+    # One KV head: 33 parts of eight blocks are a trip more to add up than 32.
+    "at most 32 parts": [
+        (
+            "choose.h",
+            "parts = std::min(room_for, average / (kEvenTiles * step));",
+            "parts = std::min({room_for, average / (kEvenTiles * step), kMostEvenParts});",
+        )
+    ],
     "long waves 60": _long_waves(60, 4096),
     "long waves 100": _long_waves(100, 4096),
     "long waves 100 of 8192": _long_waves(100, 8192),
