@@ -2,9 +2,9 @@
 """Predict on a CPU what a cut costs on an H200: a fluid model of blocks, fitted to measured rows.
 
 The cut is that of cut.h and choose.h, compiled for the host. Each block begins, streams its share of K and V,
-and ends; blocks share what the device can read. Thirteen parameters for each dtype. Against the rows of commit
-c2976c0 up to 1.2 GiB it errs by 4.6 % in bf16 (99 rows, rms) and 6.4 % in fp8 (64). It does not know on which
-SMs the hardware puts a cluster. It ranks ways to cut before a GPU does; it is no measurement.
+and ends; blocks share what the device can read. Thirteen parameters for each dtype, fitted to the rows of
+commit c2976c0 up to 1.2 GiB: it errs by 4.6 % in bf16 (99 rows, rms) and 6.4 % in fp8 (64). It does not know
+on which SMs the hardware puts a cluster. It ranks ways to cut before a GPU does; it is no measurement.
 
     python tools/cut_model.py                                           lab cases, the sources as they are
     python tools/cut_model.py --variants "base,fair parts" --cases "logn b8 mean2048 sigma0.5 kv4 bf16"
