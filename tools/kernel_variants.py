@@ -106,14 +106,14 @@ _FAIR_PARTS: list[Edit] = [
     (
         "choose.h",
         "std::min(std::max(fair, least), slots);",
-        "std::min(std::max(fair * 85 / 100 + 5 * s.block_tokens, least), slots);",
+        "std::min(std::max(fair * 95 / 100 + 4 * s.block_tokens, least), slots);",
     ),
     (
         "choose.h",
         "slots / 2 / cut.part_tokens * cut.part_tokens;",
         "slots * 3 / 5 / cut.part_tokens * cut.part_tokens;",
     ),
-    number("kTailTokens", "640"),
+    number("kTailTokens", "768"),
 ]
 
 # Small batches whose requests may be cut: clusters with which the parts, all at once, are over first.

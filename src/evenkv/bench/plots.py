@@ -25,6 +25,8 @@ _STYLES = {
     "fa3": ("#cc79a7", "P"),
 }
 _OTHER_STYLE = ("#555555", "x")
+# As pixels in the SVG too: a mark for each of thousands of rows would make it megabytes.
+_POINTS: dict[str, Any] = {"linewidths": 0, "rasterized": True}
 _DPI = 110
 _KINDS = (("bfloat16", "bf16"), ("float8_e4m3fn", "fp8"))
 
@@ -76,7 +78,7 @@ def _share_of_copy(pyplot: Any, group: Group) -> Any:
             colour, mark = _STYLES.get(name, _OTHER_STYLE)
             size = 14 if name in OURS else 9
             x, y = [row.kv_bytes / 2**20 for row in rows], [row.pct_copy_peak for row in rows]
-            axis.scatter(x, y, s=size, c=colour, marker=mark, alpha=0.6, linewidths=0, label=name)
+            axis.scatter(x, y, s=size, c=colour, marker=mark, alpha=0.6, label=name, **_POINTS)
         axis.axhline(100, color="black", linewidth=0.8)
         axis.axhline(90, color="black", linewidth=0.8, linestyle="--")
         axis.set(xscale="log", xlabel="K and V, MiB", title=f"{label}, {group.gpu}")
@@ -136,7 +138,7 @@ def _skew(pyplot: Any, group: Group) -> Any:
         for label, colour, belongs in kinds:
             rows = [row for case, row in pairs if belongs(case)]
             x, y = [row.kv_bytes / 2**20 for row in rows], [row.pct_matched_copy for row in rows]
-            axis.scatter(x, y, s=9, c=colour, alpha=0.6, linewidths=0, label=label)
+            axis.scatter(x, y, s=9, c=colour, alpha=0.6, label=label, **_POINTS)
         axis.set(xscale="log", title=name, xlabel="K and V, MiB", ylim=(0, None))
         axis.grid(alpha=0.25)
     axes[0][0].set(ylabel="% of matched copy")
@@ -155,7 +157,7 @@ def _time(pyplot: Any, group: Group) -> Any:
     for name, found in pairs.items():
         colour, mark = _STYLES.get(name, _OTHER_STYLE)
         x, y = [row.kv_bytes for _, row in found], [row.graph_us for _, row in found]
-        axis.scatter(x, y, s=9, c=colour, marker=mark, alpha=0.5, linewidths=0, label=name)
+        axis.scatter(x, y, s=9, c=colour, marker=mark, alpha=0.5, label=name, **_POINTS)
     sizes = sorted({row.kv_bytes for row in rows})
     peak = max(row.copy_peak_gbps or 0.0 for row in rows)
     axis.plot(
