@@ -59,6 +59,28 @@ def test_unstable_times_count_for_nothing():
     assert lines["fa3"].mean_copy_peak is None and lines["evenkv-cuda"].mean_vs_peer is None
 
 
+def test_an_unstable_time_of_ours_beats_nobody():
+    rows = [
+        row(BIG, "evenkv-cuda", at_pct(BIG, 99), spread=(50.0, 500.0)),
+        row(BIG, "fa3", at_pct(BIG, 80)),
+        row(SMALL, "evenkv-cuda", at_pct(SMALL, 50)),
+        row(SMALL, "fa3", at_pct(SMALL, 25)),
+        row(FP8, "evenkv-cuda", at_pct(FP8, 50)),
+    ]
+    ours = {line.impl: line for line in summarise(by_case(rows))}["evenkv-cuda"]
+    assert ours.share_fastest == 0.5 and ours.mean_vs_peer == pytest.approx(2.0)
+
+
+def test_geometries_say_how_many_times_they_are_means_of():
+    rows = [
+        *(row(case(batch), "evenkv-cuda", at_pct(case(batch), 100)) for batch in (32, 64)),
+        row(case(64), "fa3", at_pct(case(64), 80)),
+        row(case(128), "evenkv-cuda", at_pct(case(128), 50), spread=(1.0, 5000.0)),
+    ]
+    (line,) = tables.geometries_table(by_case(rows)).rows
+    assert line[2:] == ("2", "100.0", "80.0 (1)")
+
+
 def test_times_of_two_timers_or_gpus_are_not_compared():
     h100 = DeviceFacts("NVIDIA H100 80GB HBM3", None, None, None)
     rows = [

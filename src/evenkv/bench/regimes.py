@@ -5,6 +5,7 @@ The numbers are for an H200; on another GPU the percentages stay meaningful, the
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ def _line(
         return Regime(name, unit, higher, must, aim, None, None, 0, 0, "")
     values = [value for _, value in ranked]
     missed = sum(value < must if higher else value > must for value in values)
-    middle = values[len(values) // 2]
+    middle = statistics.median(values)
     return Regime(name, unit, higher, must, aim, values[0], middle, len(values), missed, ranked[0][0])
 
 

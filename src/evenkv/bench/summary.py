@@ -144,13 +144,24 @@ def _summary(cases: CaseRows, impl: str) -> ImplementationSummary:
         sum(row.unstable for row in own),
         _share(met["pct_copy_peak"], asked),
         _share(met["pct_matched_copy"], asked),
-        # Where no other ran, nobody was beaten.
-        _share(sum(ratio > 1.0 for ratio in ratios), ratios),
+        # Where no other has a time, nobody was beaten; where only others have one, they were not.
+        _share(sum(ratio > 1.0 for ratio in ratios), _contested(cases, impl)),
         geometric_mean(row.pct_copy_peak for row in rows),
         geometric_mean(row.pct_matched_copy for row in rows),
         geometric_mean(ratios),
         tuple(sorted({row.peer_version for row in own if row.peer_version})),
     )
+
+
+def _contested(cases: CaseRows, impl: str) -> list[Case]:
+    """Cases asked of the implementation in which a peer (other than itself) has a stable time."""
+    return [
+        case
+        for case, rows in cases.items()
+        if impl in rows
+        and rows[impl].status != "skipped"
+        and any(usable(row) for name, row in rows.items() if name not in (*OURS, impl))
+    ]
 
 
 def worst_by(cases: CaseRows, impl: str, key: Callable[[Compared], float | None]) -> list[Compared]:

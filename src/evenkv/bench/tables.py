@@ -114,22 +114,23 @@ def geometries_table(cases: CaseRows) -> Cells:
     """Geometric mean of % of copy peak by geometry, uniform and skewed, over caches of 128 MiB and more."""
     names = implementations_of(cases)
     groups: dict[tuple, list[Case]] = {}
-    for case in cases:
-        if case.kv_bytes() >= 128 * 2**20:
+    for case, measured in cases.items():
+        if case.kv_bytes() >= 128 * 2**20 and any(usable(row) for row in measured.values()):
             groups.setdefault((*case.family, case.lengths is not None), []).append(case)
     rows = []
     for members in groups.values():
         case = members[0]
-        means = [
-            geometric_mean(row.pct_copy_peak for c in members if usable(row := cases[c].get(name)))  # type: ignore[union-attr]
-            for name in names
-        ]
-        if any(means):
-            kind = "uniform" if case.lengths is None else "skewed"
-            label = f"h{case.num_qo_heads}/{case.num_kv_heads} ps{case.page_size} {case.kv_dtype}"
-            rows.append((label, kind, str(len(members)), *(_number(mean, ".1f") for mean in means)))
+        shares = [[row.pct_copy_peak for c in members if usable(row := cases[c].get(name))] for name in names]  # type: ignore[union-attr]
+        kind = "uniform" if case.lengths is None else "skewed"
+        label = f"h{case.num_qo_heads}/{case.num_kv_heads} ps{case.page_size} {case.kv_dtype}"
+        means = [_number(geometric_mean(own), ".1f") for own in shares]
+        fewer = [f" ({len(own)})" if 0 < len(own) < len(members) else "" for own in shares]
+        rows.append((label, kind, str(len(members)), *map("".join, zip(means, fewer, strict=True))))
     columns = ("geometry", "lengths", "cases", *names)
-    note = "Geometric mean of % of copy peak, caches of 128 MiB and more."
+    note = (
+        "Geometric mean of % of copy peak, caches of 128 MiB and more, over cases with a stable time. "
+        "In brackets: how many these are, where it is not all."
+    )
     return Cells("Geometries", columns, tuple(rows), left=2, note=note)
 
 
