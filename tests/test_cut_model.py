@@ -60,6 +60,7 @@ def test_time_follows_bytes_and_balance(model: cut_model.CutModel) -> None:
     assert 1.8 * one < model.predict(spec, (8192,) * 32) < 2.1 * one
     assert model.predict(spec, (16,)) < 10
     assert model.predict(SCOUT, (0,)) < 10
+    assert model.predict(spec, (4096,) * 32, padding=3.0) == pytest.approx(one, rel=0.2)
     slower = cut_model.Parameters.of(
         np.array([getattr(cut_model.FITTED[False], name) for name, _ in cut_model.Parameters._fields_])
     )

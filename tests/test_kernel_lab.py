@@ -137,6 +137,10 @@ def test_spelled_cases() -> None:
     drawn = kernel_cases.spelled_case("logn b4000 mean8192 sigma1 kv8 bf16").lengths
     assert statistics.mean(drawn) == pytest.approx(8192, rel=0.05)
     assert statistics.median(drawn) == pytest.approx(8192 * 2.718 ** (-1 / 2), rel=0.05)
+    padded = kernel_cases.spelled_case("padded 1.9 b8 L4096 kv8 bf16")
+    assert (padded.padding, padded.lengths) == (1.9, (4096,) * 8)
+    assert kernel_cases.spelled_case("padded 2 h5 91+5668").lengths == scout.lengths
+    assert kernel_cases.spelled_case("b8 L4096 kv8 bf16").padding == scout.padding == 1
     assert set(kernel_cases.spelled_case("logn b4 mean512 sigma0 kv8 bf16").lengths) <= {511, 512}
 
 

@@ -114,8 +114,8 @@ class CutModel:
         self._library = ctypes.CDLL(str(path))
         self._library.simulate.restype = ctypes.c_double
 
-    def launch(self, spec: DecodeSpec, lengths: tuple[int, ...]) -> Launch:
-        """The clusters of a launch in their order, and their parts."""
+    def launch(self, spec: DecodeSpec, lengths: tuple[int, ...], padding: float = 1.0) -> Launch:
+        """The clusters of a launch in their order, and their parts; kv_indices is `padding` times too long."""
         blocks, heads = Blocks.of(spec), heads_of(spec, len(lengths), SMS)
         pages = [-(-length // spec.page_size) for length in lengths]
         kv_indptr = [0, *np.cumsum(pages).tolist()]
@@ -123,7 +123,7 @@ class CutModel:
             spec.num_kv_heads * blocks.units_a_head // heads,
             len(lengths),
             spec.page_size,
-            kv_indptr[-1],
+            int(kv_indptr[-1] * padding),
             blocks.warps // heads * blocks.tile_tokens,
             blocks.tile_tokens,
         )
@@ -176,9 +176,9 @@ class CutModel:
             place(launch.parts_of),
         )
 
-    def predict(self, spec: DecodeSpec, lengths: tuple[int, ...]) -> float:
+    def predict(self, spec: DecodeSpec, lengths: tuple[int, ...], padding: float = 1.0) -> float:
         """Microseconds of a decode step over requests of these lengths."""
-        return self.micros(self.launch(spec, lengths), FITTED[spec.is_fp8], Blocks.of(spec).resident)
+        return self.micros(self.launch(spec, lengths, padding), FITTED[spec.is_fp8], Blocks.of(spec).resident)
 
 
 def measured() -> list[tuple[Case, float]]:
@@ -259,7 +259,7 @@ def main() -> None:
             models[variant] = CutModel(own, edited_sources(variant, own))
         print(f"{'case':38s}" + "".join(f"{variant:>24s}" for variant in models))
         for case in choose_cases([part for part in chosen.cases.split(",") if part]):
-            times = [model.predict(case.spec, case.lengths) for model in models.values()]
+            times = [model.predict(case.spec, case.lengths, case.padding) for model in models.values()]
             print(f"{case.name:38s}" + "".join(f"{micros:24.1f}" for micros in times))
 
 

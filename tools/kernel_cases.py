@@ -22,6 +22,7 @@ class LabCase:
     name: str
     spec: DecodeSpec
     lengths: tuple[int, ...]
+    padding: float = 1.0  # kv_indices is so many times longer than the requests' pages
 
 
 def _alike(batch: str, context: str) -> list[int]:
@@ -53,20 +54,22 @@ _LENGTHS: tuple[tuple[str, Callable[..., list]], ...] = (
 )
 SPELLINGS = (
     "'b8 L1024 kv8 bf16', 'jitter b32 L4096 kv8 bf16', 'logn b32 mean8192 sigma1 kv8 fp8', "
-    "'91+5668 kv4 bf16' (32 query heads, page_size 16), 'h5 b64 L8192', 'h5 91+5668' (5, page_size 1)"
+    "'91+5668 kv4 bf16' (32 query heads, page_size 16), 'h5 b64 L8192', 'h5 91+5668' (5, page_size 1), "
+    "'padded 1.9 b8 L4096 kv8 bf16' (a longer kv_indices, as in a captured graph's buffers)"
 )
 
 
 def spelled_case(name: str) -> LabCase | None:
     """The case that a name spells out, as SPELLINGS does; None where it spells none."""
-    match = re.fullmatch(r"(h5 )?(.+?)(?: kv(1|2|4|8|16|32) (bf16|fp8))?", name)
-    if match is None or (match[1] is None) == (match[3] is None):
+    match = re.fullmatch(r"(?:padded (\d(?:\.\d+)?) )?(h5 )?(.+?)(?: kv(1|2|4|8|16|32) (bf16|fp8))?", name)
+    if match is None or (match[2] is None) == (match[4] is None):
         return None
-    spec = SCOUT if match[1] else DecodeSpec(32, int(match[3]), 128, 16, KV_DTYPES[match[4]])
+    padding = max(1.0, float(match[1] or 1))
+    spec = SCOUT if match[2] else DecodeSpec(32, int(match[4]), 128, 16, KV_DTYPES[match[5]])
     for pattern, draw in _LENGTHS:
-        if words := re.fullmatch(pattern, match[2]):
+        if words := re.fullmatch(pattern, match[3]):
             lengths = tuple(max(1, int(length)) for length in draw(*words.groups()))
-            return LabCase(name, spec, lengths) if sum(lengths) <= MOST_TOKENS else None
+            return LabCase(name, spec, lengths, padding) if sum(lengths) * padding <= MOST_TOKENS else None
     return None
 
 

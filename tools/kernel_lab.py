@@ -15,7 +15,8 @@ READING a buffer before each (a flush that writes leaves dirty lines, whose writ
 "base@FOLDER" is the variant of FOLDER/evenkv_cuda (sources with a change, say). Cases are those of
 `kernel_cases.py` whose names hold a part, or spelled out: "b16 L2048 kv8 fp8", "jitter b32 L4096 kv8 bf16"
 (lengths within 20 %), "logn b32 mean8192 sigma1 kv8 bf16" (log-normal lengths), "91+5668 kv4 bf16" (these
-lengths), "h5 b64 L8192", "h5 91+5668" (5 query heads, page_size 1).
+lengths), "h5 b64 L8192", "h5 91+5668" (5 query heads, page_size 1), "padded 1.9 b8 L4096 kv8 bf16" (kv_indices
+is 1.9 times too long).
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def draw(case: LabCase) -> list[Any]:
     spec, device = case.spec, "cuda"
     generator = torch.Generator(device=device).manual_seed(1)
     pages = torch.tensor([-(-n // spec.page_size) for n in case.lengths], device=device)
-    pool = int(pages.sum()) + 8
+    listed = int(int(pages.sum()) * case.padding)
+    pool = listed + 8
     dtype = torch.float8_e4m3fn if spec.is_fp8 else torch.bfloat16
     shape = (pool, spec.page_size, spec.num_kv_heads, spec.head_dim)
 
@@ -115,7 +117,7 @@ def draw(case: LabCase) -> list[Any]:
         cache(),
         cache(),
         torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
-        torch.randperm(pool, device=device, generator=generator)[: pool - 8].int(),
+        torch.randperm(pool, device=device, generator=generator)[:listed].int(),
     ]
     if spec.has_last_page_len:
         arguments.append((torch.tensor(case.lengths, device=device) - (pages - 1) * spec.page_size).int())
