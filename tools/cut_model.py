@@ -115,7 +115,7 @@ class CutModel:
         self._library.simulate.restype = ctypes.c_double
 
     def launch(self, spec: DecodeSpec, lengths: tuple[int, ...], padding: float = 1.0) -> Launch:
-        """The clusters of a launch in their order, and their parts; kv_indices is `padding` times too long."""
+        """The clusters of a launch in their order, and their parts; kv_indices `padding` times too long."""
         blocks, heads = Blocks.of(spec), heads_of(spec, len(lengths), SMS)
         pages = [-(-length // spec.page_size) for length in lengths]
         kv_indptr = [0, *np.cumsum(pages).tolist()]

@@ -15,8 +15,8 @@ READING a buffer before each (a flush that writes leaves dirty lines, whose writ
 "base@FOLDER" is the variant of FOLDER/evenkv_cuda (sources with a change, say). Cases are those of
 `kernel_cases.py` whose names hold a part, or spelled out: "b16 L2048 kv8 fp8", "jitter b32 L4096 kv8 bf16"
 (lengths within 20 %), "logn b32 mean8192 sigma1 kv8 bf16" (log-normal lengths), "91+5668 kv4 bf16" (these
-lengths), "h5 b64 L8192", "h5 91+5668" (5 query heads, page_size 1), "padded 1.9 b8 L4096 kv8 bf16" (kv_indices
-is 1.9 times too long).
+lengths), "h5 b64 L8192", "h5 91+5668" (5 query heads, page_size 1), "padded 1.9 b8 L4096 kv8 bf16" (a list of
+page ids that is 1.9 times too long).
 """
 
 from __future__ import annotations
