@@ -224,6 +224,15 @@ def test_times_that_stay_shaky_are_called_unstable(tmp_path):
     assert [r.impl for r in report.rows if r.unstable] == ["fa3"]
 
 
+def test_long_calls_are_not_measured_once_more(tmp_path):
+    long = case(128, 65536)
+    hot = outcome(9000.0, spread=(8990.0, 9010.0), sm_clock_mhz_before=1980.0, sm_clock_mhz_after=1500.0)
+    device = StandIn(outcomes={(long, "fa3"): hot})
+    report = bench(tmp_path / "x.jsonl", [long], device)
+    assert sum(line.startswith("measure ") for line in device.log) == 1
+    assert [r.impl for r in report.rows if r.unstable] == ["fa3"]
+
+
 def test_a_failed_self_test_measures_nothing(tmp_path):
     device = StandIn(faults=["a 32 MB case reads above DRAM peak: not cold"])
     with pytest.raises(EvenkvError, match="not cold") as caught:
