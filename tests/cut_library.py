@@ -242,8 +242,12 @@ def cut_of(
     *,
     always_cut: bool = False,
     invariant: bool = False,
+    room: Room | None = None,
 ) -> tuple[int, Shape, Choice]:
-    """KV heads a block, shape and choice of a launch, on a device of `workers` SMs that clusters can fill."""
+    """KV heads a block, shape and choice of a launch, on a device of `workers` SMs.
+
+    `room`: what runs at once there; not given, clusters can fill it.
+    """
     blocks, heads = Blocks.of(spec), heads_of(spec, batch, workers, invariant)
     shape = Shape(
         spec.num_kv_heads * blocks.units_a_head // heads,
@@ -253,6 +257,6 @@ def cut_of(
         blocks.warps // heads * blocks.tile_tokens,
         blocks.tile_tokens,
     )
-    room = Room.of(workers, blocks.resident)
     tokens = INVARIANT_TOKENS if invariant else 0
+    room = room or Room.of(workers, blocks.resident)
     return heads, shape, library.choose(shape, room, tokens, not always_cut and heads == 1)

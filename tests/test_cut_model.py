@@ -61,10 +61,8 @@ def test_time_follows_bytes_and_balance(model: cut_model.CutModel) -> None:
     assert model.predict(spec, (16,)) < 10
     assert model.predict(SCOUT, (0,)) < 10
     assert model.predict(spec, (4096,) * 32, padding=3.0) == pytest.approx(one, rel=0.2)
-    slower = cut_model.Parameters.of(
-        np.array([getattr(cut_model.FITTED[False], name) for name, _ in cut_model.Parameters._fields_])
-    )
-    slower.device /= 2
+    fitted = cut_model.FITTED[False].as_dict()
+    slower = cut_model.Parameters(**{**fitted, "device": fitted["device"] / 2})
     launch = model.launch(spec, (4096,) * 32)
     assert model.micros(launch, slower) > 1.7 * model.micros(launch, cut_model.FITTED[False])
 

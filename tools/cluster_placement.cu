@@ -4,7 +4,6 @@
 //
 // For clusters of 1 to 8 blocks of 128 threads, with the shared memory of evenkv_cuda's blocks (three fit an
 // SM) and with so much that two or one fit.
-#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include <cstdio>

@@ -7,7 +7,7 @@ commit c2976c0 up to 1.2 GiB: it errs by 4.6 % in bf16 (99 rows, rms) and 6.4 % 
 on which SMs the hardware puts a cluster. It ranks ways to cut before a GPU does; it is no measurement.
 
     python tools/cut_model.py                                           lab cases, the sources as they are
-    python tools/cut_model.py --variants "base,fair parts" --cases "logn b8 mean2048 sigma0.5 kv4 bf16"
+    python tools/cut_model.py --variants "base,kTailHalvings=0" --cases "logn b8 mean2048 sigma0.5 kv4 bf16"
     python tools/cut_model.py --rows                                    against the committed rows
     python tools/cut_model.py --fit 100                                 parameters from the committed rows
 
@@ -32,6 +32,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests")]
 
+import kernel_edits  # noqa: E402
 from cut_library import (  # noqa: E402
     BEGIN,
     COUNT,
@@ -42,8 +43,7 @@ from cut_library import (  # noqa: E402
     Blocks,
     CutLibrary,
     Room,
-    Shape,
-    heads_of,
+    cut_of,
 )
 from kernel_cases import choose_cases  # noqa: E402
 from kernel_variants import choose_variants, edits_of  # noqa: E402
@@ -66,24 +66,28 @@ class Parameters(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_double)
         for name in (
-            *(
-                "idle",
-                "busy",
-                "device",
-                "spread",
-                "launch",
-                "first_begin",
-                "later_begin",
-                "end",
-                "cluster_end",
-            ),
-            *("cut_end", "merge", "eight_parts", "nobody"),
+            "idle",
+            "busy",
+            "device",
+            "spread",
+            "launch",
+            "first_begin",
+            "later_begin",
+            "end",
+            "cluster_end",
+            "cut_end",
+            "merge",
+            "eight_parts",
+            "nobody",
         )
     ]
 
     @classmethod
     def of(cls, values: np.ndarray) -> Parameters:
         return cls(*(float(value) for value in values))
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name, _ in self._fields_}
 
 
 FITTED = {  # by whether the cache is fp8
@@ -116,28 +120,21 @@ class CutModel:
 
     def launch(self, spec: DecodeSpec, lengths: tuple[int, ...], padding: float = 1.0) -> Launch:
         """The clusters of a launch in their order, and their parts; kv_indices `padding` times too long."""
-        blocks, heads = Blocks.of(spec), heads_of(spec, len(lengths), SMS)
+        blocks = Blocks.of(spec)
         pages = [-(-length // spec.page_size) for length in lengths]
         kv_indptr = [0, *np.cumsum(pages).tolist()]
-        shape = Shape(
-            spec.num_kv_heads * blocks.units_a_head // heads,
-            len(lengths),
-            spec.page_size,
-            int(kv_indptr[-1] * padding),
-            blocks.warps // heads * blocks.tile_tokens,
-            blocks.tile_tokens,
+        room = Room(SMS, AT_ONCE) if blocks.resident == 3 else None
+        heads, shape, choice = cut_of(
+            self.cuts, spec, len(lengths), int(kv_indptr[-1] * padding), SMS, room=room
         )
-        room = Room(SMS, AT_ONCE) if blocks.resident == 3 else Room.of(SMS, blocks.resident)
-        choice = self.cuts.choose(shape, room, may_stay_uncut=heads == 1)
         visits = self.cuts.visits(shape, choice, kv_indptr, lengths)
         rows = visits.rows[visits.rows[:, COUNT] > 0]
-        even_numbers = choice.cut.even_parts * len(lengths)
-        uncut = len(lengths) if choice.uncut else None
-        numbers = uncut or (even_numbers if visits.even else choice.cut.numbers)
-        kilobytes, request = (
-            np.full(max(numbers, choice.clusters), -1.0),
-            np.full(max(numbers, choice.clusters), -1),
-        )
+        if choice.uncut:
+            numbers = len(lengths)
+        else:
+            numbers = choice.cut.even_parts * len(lengths) if visits.even else choice.cut.numbers
+        size = max(numbers, choice.clusters)
+        kilobytes, request = np.full(size, -1.0), np.full(size, -1)
         row_bytes = 2 * spec.head_dim * (1 if spec.is_fp8 else 2) * heads
         tokens = (rows[:, END] - rows[:, BEGIN]) * blocks.tile_tokens
         kilobytes[rows[:, NUMBER]] = tokens * row_bytes / 1024 / choice.splits
@@ -199,7 +196,8 @@ def fit(model: CutModel, is_fp8: bool, seconds: float) -> None:
     def cost(values: np.ndarray) -> float:
         return float((np.minimum(np.abs(errors(values)), 0.25) ** 1.5).mean())
 
-    best = np.array([getattr(FITTED[is_fp8], name) for name, _ in Parameters._fields_])
+    names, values = zip(*FITTED[is_fp8].as_dict().items(), strict=True)
+    best = np.array(values)
     least, random, end = cost(best), np.random.default_rng(0), time.monotonic() + seconds
     while time.monotonic() < end:
         tried = best.copy()
@@ -209,9 +207,7 @@ def fit(model: CutModel, is_fp8: bool, seconds: float) -> None:
             best, least = tried, found
     rms = float(np.sqrt((errors(best) ** 2).mean()))
     print(f"{'fp8' if is_fp8 else '16 bits'}: {len(launches)} rows, rms {100 * rms:.1f} %")
-    print(
-        ", ".join(f"{name} {value:.4g}" for (name, _), value in zip(Parameters._fields_, best, strict=True))
-    )
+    print(", ".join(f"{name} {value:.4g}" for name, value in zip(names, best, strict=True)))
 
 
 def show_rows(model: CutModel) -> None:
@@ -226,11 +222,10 @@ def edited_sources(variant: str, folder: Path) -> Path:
     """A copy of the kernel's sources with a variant's edits."""
     sources = folder / "sources"
     shutil.copytree(KERNEL, sources)
-    for file, text, replacement in edits_of(variant):
-        content = (sources / file).read_text()
-        if text not in content:
-            raise SystemExit(f"variant {variant}: {file} does not hold {text!r}; amend its edits")
-        (sources / file).write_text(content.replace(text, replacement))
+    contents = {path.name: path.read_text() for path in sources.iterdir()}
+    kernel_edits.apply(variant, edits_of(variant), contents)
+    for name, content in contents.items():
+        (sources / name).write_text(content)
     return sources
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 Edit = tuple[str, str, str]  # file, text, replacement
 
 
@@ -13,3 +15,11 @@ def after(file: str, text: str, code: str) -> Edit:
 def before(file: str, text: str, code: str) -> Edit:
     """`code` before `text`, on a line of its own."""
     return (file, text, f"{code}\n{text}")
+
+
+def apply(variant: str, edits: Iterable[Edit], contents: dict[str, str]) -> None:
+    """Edits `contents`, the sources by file name, in place. An edit that hits nothing is an error."""
+    for file, text, replacement in edits:
+        if file not in contents or text not in contents[file]:
+            raise SystemExit(f"variant {variant}: {file} does not hold {text!r}; amend its edits")
+        contents[file] = contents[file].replace(text, replacement)

@@ -34,6 +34,7 @@ import torch
 from flashinfer_bench.data import Solution
 
 sys.path.insert(0, str(Path(__file__).parent))
+import kernel_edits
 import kernel_notes
 import kernel_variants
 from kernel_cases import LabCase, choose_cases
@@ -71,11 +72,10 @@ def variant_solution(
     solution = pack_solution(manifest, spec)
     fields = solution.model_dump(mode="json")
     fields["name"] += f"_{variant}"
-    contents = {source["path"]: source for source in fields["sources"]}
-    for file, text, replacement in edits_of(variant) if edits is None else edits:
-        if file not in contents or text not in contents[file]["content"]:
-            raise SystemExit(f"variant {variant}: {file} does not hold {text!r}; amend its edits")
-        contents[file]["content"] = contents[file]["content"].replace(text, replacement)
+    contents = {source["path"]: source["content"] for source in fields["sources"]}
+    kernel_edits.apply(variant, edits_of(variant) if edits is None else edits, contents)
+    for source in fields["sources"]:
+        source["content"] = contents[source["path"]]
     return Solution.model_validate(fields)
 
 

@@ -101,62 +101,6 @@ _SHORT_BLOCKS: list[Edit] = [
     ),
 ]
 
-# Uneven parts: what is left of a fair share once a part's begin and end are paid for; a later tail.
-_FAIR_PARTS: list[Edit] = [
-    (
-        "choose.h",
-        "std::min(std::max(fair, least), slots);",
-        "std::min(std::max(fair * 95 / 100 + 4 * s.block_tokens, least), slots);",
-    ),
-    (
-        "choose.h",
-        "slots / 2 / cut.part_tokens * cut.part_tokens;",
-        "slots * 3 / 5 / cut.part_tokens * cut.part_tokens;",
-    ),
-    number("kTailTokens", "768"),
-]
-
-# Small batches whose requests may be cut: clusters with which the parts, all at once, are over first.
-_PICKED_CLUSTERS: list[Edit] = [
-    before(
-        "choose.h",
-        "// invariant_tokens: 0, or the part length",
-        "struct Picked {\n  int32_t splits;\n  int64_t tokens;  // of a part\n};\n\n"
-        "// A tile of a warp takes 1.4 us, adding up eight parts 1.\n"
-        "inline Picked pick_clusters(const Shape& s, const DeviceRoom& room) {\n"
-        "  const int64_t slots = s.num_kv_indices * s.page_size;\n"
-        "  Picked picked{0, 0};\n  int64_t least = INT64_MAX;\n"
-        "  for (int32_t splits = 1; splits <= kMostSplits; ++splits) {\n"
-        "    const int64_t spare = room.clusters[splits - 1] / s.units - s.batch;\n"
-        "    if (spare < 1) continue;\n"
-        "    const int64_t step = s.block_tokens * splits;\n"
-        "    const int64_t tokens = std::max(kEvenTiles * step, ceil_div(slots, spare));\n"
-        "    const int64_t longest = ceil_div(5 * slots, 2 * s.batch * tokens);  // in parts, as a rule\n"
-        "    const int64_t tiles = ceil_div(tokens, step) * (splits > 4 ? 23 : 20);\n"
-        "    const int64_t cost = 7 * tiles + 100 * ceil_div(longest, 8);\n"
-        "    if (cost <= least) {\n      least = cost;\n      picked = {splits, tokens};\n    }\n  }\n"
-        "  return picked;\n}\n\n",
-    ),
-    (
-        "choose.h",
-        "  const int64_t step = s.block_tokens * choice.splits,",
-        "  Picked picked{0, 0};\n"
-        "  if (small && invariant_tokens == 0 && s.batch > 1 && s.batch <= kMostScanned &&\n"
-        "      items <= room.clusters[0] &&\n"
-        "      !(may_stay_uncut && slots <= kWorstTiles * s.block_tokens * choice.splits)) {\n"
-        "    picked = pick_clusters(s, room);\n"
-        "    if (picked.splits > 0) choice.splits = picked.splits;\n  }\n"
-        "  const int64_t step = s.block_tokens * choice.splits,",
-    ),
-    (
-        "choose.h",
-        "  cut.part_tokens = static_cast<int32_t>(ceil_div(std::max<int64_t>(most, 1)",
-        "  if (picked.splits > 0) most = std::min(picked.tokens, slots);\n"
-        "  cut.part_tokens = static_cast<int32_t>(ceil_div(std::max<int64_t>(most, 1)",
-    ),
-    ("choose.h", "const int64_t most = invariant", "int64_t most = invariant"),
-]
-
 
 def _long_waves(tenths: int, tokens: int) -> list[Edit]:
     """Long even requests cut in parts of so many tokens at least, until they make so many waves."""
@@ -230,16 +174,6 @@ _NAMED: dict[str, list[Edit]] = {
     "pairs never": [_PAIRS_NEVER],
     "pairs always": [("choose.h", _PAIRS, ""), ("choose.h", _PAIRS_AT_ONCE, "items > 0;")],
     "pairs of 16 bits": [("kernel.cu", _PAIR_TYPES, "if constexpr (kGroupCuts == 1)")],
-    "fair parts": _FAIR_PARTS,
-    "picked clusters": _PICKED_CLUSTERS,
-    # One KV head: 33 parts of eight blocks are a trip more to add up than 32.
-    "at most 32 parts": [
-        (
-            "choose.h",
-            "parts = std::min(room_for, average / (kEvenTiles * step));",
-            "parts = std::min({room_for, average / (kEvenTiles * step), kMostEvenParts});",
-        )
-    ],
     "long waves 60": _long_waves(60, 4096),
     "long waves 100": _long_waves(100, 4096),
     "long waves 100 of 8192": _long_waves(100, 8192),

@@ -116,10 +116,14 @@ def compare(cases: CaseRows, impl: str) -> list[Compared]:
         row = rows.get(impl)
         if row is None or not usable(row):
             continue
-        peers = [r for name, r in rows.items() if name not in (*OURS, impl) and usable(r)]
-        best = min(peers, key=lambda r: r.graph_us or math.inf, default=None)
+        best = min(_stable_peers(rows, impl), key=lambda r: r.graph_us or math.inf, default=None)
         compared.append(Compared(case, row, best))
     return compared
+
+
+def _stable_peers(rows: Mapping[str, Row], impl: str) -> list[Row]:
+    """Rows of one case with a stable time, of peers other than the implementation itself."""
+    return [row for name, row in rows.items() if name not in (*OURS, impl) and usable(row)]
 
 
 def summarise(cases: CaseRows) -> list[ImplementationSummary]:
@@ -158,9 +162,7 @@ def _contested(cases: CaseRows, impl: str) -> list[Case]:
     return [
         case
         for case, rows in cases.items()
-        if impl in rows
-        and rows[impl].status != "skipped"
-        and any(usable(row) for name, row in rows.items() if name not in (*OURS, impl))
+        if impl in rows and rows[impl].status != "skipped" and _stable_peers(rows, impl)
     ]
 
 
