@@ -58,6 +58,79 @@ def test_the_fp32_reference_agrees_with_the_fp64_oracle(case: Case, monkeypatch:
         np.testing.assert_allclose(lses[variant], lse[requests].numpy(), rtol=2e-6, atol=2e-6)
 
 
+def one_by_one(case: Case, tensors: Tensors, requests: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The same attention in the plainest way: fp32, request by request, each as a whole."""
+    outputs = torch.zeros(len(tensors.queries), len(requests), case.num_qo_heads, case.head_dim)
+    lses = torch.full(outputs.shape[:3], -torch.inf)
+    one = torch.ones(case.num_kv_heads)
+    k_scale, v_scale = (one if scale is None else scale for scale in (tensors.k_scale, tensors.v_scale))
+    for row, request in enumerate(requests):
+        length = case.request_lengths()[request]
+        begin, end = tensors.kv_indptr_host[request : request + 2].tolist()
+        pages = tensors.kv_indices[begin:end].long()
+        k, v = (
+            cache.float()[pages].flatten(0, 1)[:length].transpose(0, 1)
+            for cache in (tensors.k_cache, tensors.v_cache)
+        )
+        for variant, queries in enumerate(tensors.queries if length else ()):
+            q = queries[request].float().view(case.num_kv_heads, -1, case.head_dim)
+            logits = torch.bmm(q, k.transpose(1, 2)) * tensors.sm_scale * k_scale[:, None, None]
+            lse = torch.logsumexp(logits, -1)
+            attended = torch.bmm(torch.exp(logits - lse[..., None]), v) * v_scale[:, None, None]
+            outputs[variant, row] = attended.flatten(0, 1)
+            lses[variant, row] = lse.flatten() * correctness.LOG2_E
+    return outputs.numpy(), lses.numpy()
+
+
+UNEVEN = (0, 300, 1, 16, 17, 96, 96, 95, 64, 0, 2, 33)
+
+
+@pytest.mark.parametrize("chunk", [2048, 64 << 10, 64 << 20])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(BF16, batch=12, context=context, lengths=None) for context in (1, 96)),
+        *(replace(case, batch=12, lengths=UNEVEN) for case in (BF16, FP8)),
+        replace(FP8, batch=12, lengths=UNEVEN, layout="HND"),
+        replace(BF16, batch=12, lengths=UNEVEN, page_size=1),
+        Case(12, None, UNEVEN, 5, 1, 128, 64),
+    ],
+    ids=lambda case: case.name,
+)
+def test_the_reference_of_batches_is_that_of_requests(
+    case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(correctness, "_CHUNK_ELEMENTS", chunk)
+    tensors = drawn(case)
+    requests = [11, 0, 1, 2, 4, 5, 6, 7, 9]
+    outputs, lses = correctness.reference_rows(case, tensors, requests)
+    wanted = one_by_one(case, tensors, requests)
+    np.testing.assert_allclose(np.stack(outputs), wanted[0], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(np.stack(lses), wanted[1], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "passes"),
+    [((2000, 3, 700, 700, 40, 1, 0, 650), 3 + 3 + 1), ((64,) * 30, 3)],
+)
+def test_a_pass_of_the_reference_gathers_no_more_than_its_chunk(
+    lengths: tuple[int, ...], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk, gathered = 100 << 10, []  # 800 tokens
+    original = correctness._gather
+
+    def gather(*arguments: Any) -> torch.Tensor:
+        gathered.append(original(*arguments))
+        return gathered[-1]
+
+    monkeypatch.setattr(correctness, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(correctness, "_gather", gather)
+    case = replace(BF16, batch=len(lengths), lengths=lengths)
+    correctness.reference_rows(case, drawn(case), range(case.batch))
+    assert max(piece.numel() for piece in gathered) <= chunk
+    assert len(gathered) == 2 * passes, "K and V, and no pass for each request"
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tables_list_each_page_once_and_say_the_lengths(case: Case) -> None:
     tensors = drawn(case)

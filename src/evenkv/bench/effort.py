@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # The timed replays of a case are spread over so many rounds, in which implementations take turns.
-ROUNDS = 5
+ROUNDS = 4
 # On the stream that captures, before it does: kernels may keep scratch for every stream that they meet.
 CAPTURE_WARM_UP_CALLS = 1
 # Of the host's calls: the first one after other work finds the CPU's caches cold, 5 us and more of it, and

@@ -23,7 +23,7 @@ Progress = Callable[[str, float], None]
 
 
 class Builder:
-    """Commands of a build process: any implementation, on the smallest case of a geometry."""
+    """Commands of a build process: any implementation, on small cases of a geometry."""
 
     def __init__(self, index: int) -> None:
         self._index = index

@@ -18,6 +18,7 @@ import torch
 
 from evenkv.bench.case import Case
 from evenkv.bench.device.inputs import Tensors
+from evenkv.numerics.bytes import pages_of
 from evenkv.numerics.error import measure
 from evenkv.numerics.tolerance import Tolerance, tolerance
 
@@ -86,51 +87,77 @@ def reference_rows(
 
     Notes
     -----
-    Gathers in pieces: a request of any length takes about 0.5 GB. fp32 products need TF32 to be off.
+    Short requests go in batches, a long one in pieces: any lengths take about 0.5 GB. fp32 products need TF32
+    to be off.
     """
-    heads, dim = case.num_kv_heads, case.head_dim
-    group = case.num_qo_heads // heads
-    variants = len(tensors.queries)
-    starts = tensors.kv_indptr_host.tolist()
-    lengths = case.request_lengths()
-    device = tensors.q.device
-    outputs = torch.zeros(variants, len(requests), case.num_qo_heads, dim, device=device)
+    variants, device = len(tensors.queries), tensors.q.device
+    outputs = torch.zeros(variants, len(requests), case.num_qo_heads, case.head_dim, device=device)
     lses = torch.full((variants, len(requests), case.num_qo_heads), -math.inf, device=device)
-    step = max(1, _CHUNK_ELEMENTS // (heads * dim * case.page_size))  # pages
-    for row, request in enumerate(requests):
-        length = lengths[request]
-        if length == 0:
-            continue
-        pages = tensors.kv_indices[starts[request] : starts[request + 1]].long()
-        # [heads, variants * group, dim]: one pass over K and V serves all variants.
-        q = torch.stack([variant[request] for variant in tensors.queries]).float()
-        q = q.view(variants, heads, group, dim).transpose(0, 1).reshape(heads, variants * group, dim)
-        pieces = [pages[begin : begin + step] for begin in range(0, len(pages), step)]
-        logits = torch.cat([torch.bmm(q, _gather(tensors.k_cache, piece)) for piece in pieces], dim=-1)
-        logits = logits[..., :length] * tensors.sm_scale
-        if tensors.k_scale is not None:
-            logits = logits * tensors.k_scale[:, None, None]
-        lse = torch.logsumexp(logits, -1)
-        weights = torch.exp(logits - lse[..., None])
-        attended = torch.zeros_like(q)
-        for number, piece in enumerate(pieces):
-            begin = number * step * case.page_size
-            part = weights[..., begin : begin + step * case.page_size]
-            values = _gather(tensors.v_cache, piece)[..., : part.shape[-1]]
-            attended += torch.bmm(part, values.transpose(1, 2))
-        if tensors.v_scale is not None:
-            attended = attended * tensors.v_scale[:, None, None]
-        by_variant = attended.view(heads, variants, group, dim).transpose(0, 1)
-        outputs[:, row] = by_variant.reshape(variants, case.num_qo_heads, dim)
-        lses[:, row] = (lse * LOG2_E).view(heads, variants, group).transpose(0, 1).reshape(variants, -1)
+    lengths = case.request_lengths()
+    pages = [pages_of(lengths[request], case.page_size) for request in requests]
+    most = max(1, _CHUNK_ELEMENTS // (case.num_kv_heads * case.head_dim * case.page_size))
+    for rows in _batches(pages, most):
+        batch = torch.tensor([requests[row] for row in rows], device=device)
+        index = torch.tensor(rows, device=device)
+        outputs[:, index], lses[:, index] = _attend(case, tensors, batch, pages[rows[0]], most)
     return list(outputs.cpu().numpy()), list(lses.cpu().numpy())
 
 
+def _batches(pages: Sequence[int], most: int) -> list[list[int]]:
+    """Places of the requests that have pages, the longest first, in lists for one pass each.
+
+    Padded to its first one's, a list holds at most `most` pages; a request that has more is alone.
+    """
+    batches: list[list[int]] = []
+    for place in sorted((place for place, count in enumerate(pages) if count), key=lambda p: -pages[p]):
+        if batches and (len(batches[-1]) + 1) * pages[batches[-1][0]] <= most:
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches
+
+
+def _attend(
+    case: Case, tensors: Tensors, requests: torch.Tensor, width: int, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference_rows` of one batch, whose longest request has `width` pages: gathers `most` at once."""
+    heads, dim, count = case.num_kv_heads, case.head_dim, len(requests)
+    variants, group = len(tensors.queries), case.num_qo_heads // heads
+    device = tensors.q.device
+    # Shorter requests are padded with their own last page. What lies behind their tokens gets a weight of 0,
+    # which is enough: pools are finite.
+    first, end = tensors.kv_indptr[requests].long(), tensors.kv_indptr[requests + 1].long()
+    entries = torch.minimum(first[:, None] + torch.arange(width, device=device), end[:, None] - 1)
+    pieces = tensors.kv_indices[entries].long().split(max(1, most // count), dim=1)
+    padding = torch.arange(width * case.page_size, device=device) >= tensors.lengths[requests, None]
+    # [count * heads, variants * group, dim]: one pass over K and V serves all variants.
+    q = torch.stack([variant[requests] for variant in tensors.queries]).float()
+    q = q.view(variants, count, heads, group, dim).permute(1, 2, 0, 3, 4).reshape(count * heads, -1, dim)
+    logits = torch.cat([torch.bmm(q, _gather(tensors.k_cache, piece).mT) for piece in pieces], dim=-1)
+    logits *= tensors.sm_scale
+    by_head = logits.view(count, heads, variants * group, -1)
+    if tensors.k_scale is not None:
+        by_head *= tensors.k_scale[:, None, None]
+    by_head.masked_fill_(padding[:, None, None], -math.inf)
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.exp(logits - lse[..., None])
+    attended = torch.zeros_like(q)
+    for part, piece in zip(weights.split(pieces[0].shape[1] * case.page_size, -1), pieces, strict=True):
+        attended += torch.bmm(part, _gather(tensors.v_cache, piece))
+    if tensors.v_scale is not None:
+        attended.view(count, heads, -1).mul_(tensors.v_scale[:, None])
+    attended = attended.view(count, heads, variants, group, dim).permute(2, 0, 1, 3, 4)
+    lse = (lse * LOG2_E).view(count, heads, variants, group).permute(2, 0, 1, 3)
+    return attended.reshape(variants, count, -1, dim), lse.reshape(variants, count, -1)
+
+
 def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """float32 `[num_kv_heads, head_dim, tokens]` of the pages, in order."""
+    """float32 `[requests * num_kv_heads, tokens, head_dim]` of `[requests, pages]`, in order."""
     is_byte = cache.dtype.itemsize == 1  # indexing of fp8 tensors is not implemented everywhere
     gathered = cache.view(torch.uint8)[pages].view(cache.dtype) if is_byte else cache[pages]
-    return gathered.flatten(0, 1).float().permute(1, 2, 0)
+    by_head = gathered.permute(0, 3, 1, 2, 4)
+    by_head = by_head.to(torch.float32, memory_format=torch.contiguous_format)
+    return by_head.view(len(pages) * cache.shape[2], -1, cache.shape[3])
 
 
 def judge(

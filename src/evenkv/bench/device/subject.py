@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,13 +82,9 @@ class Subject:
         return missing, None if missing else self._implementation.version()
 
     def build(self, case: Case) -> None:
-        """Do the compiler's work for cases like this one, by running the smallest of them."""
-        small = replace(case, batch=1, context=case.page_size, lengths=None)
-        pools = [make_pool(pool_bytes(small), small.kv_dtype, self._machine.device, 0) for _ in range(2)]
-        tensors = build_tensors(small, *pools, 0)
-        for setting in self._implementation.settings(small):
-            self._implementation.prepare(small, tensors, setting).call()
-        self._machine.synchronize()
+        """Do the compiler's work for cases like this one, by running small ones."""
+        for small in self._implementation.build_cases(case):
+            self._run_once(small)
 
     def adopt(self, k_pool: bytes, v_pool: bytes, kv_dtype: str) -> None:
         """Take the family's pools: the owner's memory, no copy."""
@@ -224,6 +220,14 @@ class Subject:
     def finish(self) -> None:
         """Forget the case."""
         self._running = None
+
+    def _run_once(self, case: Case) -> None:
+        """On pools of its own, with every setting."""
+        pools = [make_pool(pool_bytes(case), case.kv_dtype, self._machine.device, 0) for _ in range(2)]
+        tensors = build_tensors(case, *pools, 0)
+        for setting in self._implementation.settings(case):
+            self._implementation.prepare(case, tensors, setting).call()
+        self._machine.synchronize()
 
     def _capture(self, case: Case, tensors: Tensors, setting: str) -> _Running:
         prepared = self._implementation.prepare(case, tensors, setting)

@@ -1,7 +1,7 @@
 """One case on several implementations: right first, then timed in rounds that take turns.
 
-Runs in the parent and touches no GPU: it gives commands to the processes, judges what they hand over, and
-turns it into outcomes.
+Runs in the parent and touches no GPU: it gives commands to the processes, judges what they hand over (a
+round's rows in a thread, while the GPU is busy with the next command), and turns it into outcomes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,6 +87,15 @@ class _Trial:
     outcome: Outcome | None = None
 
 
+@dataclass(frozen=True)
+class _Judging:
+    """The rows of a round's checked call, being judged."""
+
+    trial: _Trial
+    call: int
+    verdict: Future[Verdict]
+
+
 def measure_case(
     case: Case, seed: int, implementations: Sequence[str], iterations: int, warm: bool, setup: Setup
 ) -> dict[str, Outcome]:
@@ -141,6 +151,9 @@ class _CaseRun:
     def race(self, trials: Sequence[_Trial], calls: int) -> list[float]:
         """Timed rounds, in another order each time; the matched copy takes its turn.
 
+        A round's rows are judged beside the commands that follow it: who is wrong is out before the next
+        round, and nothing is left to judge, or to disturb the host's times, when this returns.
+
         Returns
         -------
         list of float
@@ -148,21 +161,25 @@ class _CaseRun:
         """
         copies: list[float] = []
         kv_bytes = self._case.kv_bytes()
-        for _ in range(ROUNDS):
-            live = [trial for trial in trials if trial.outcome is None]
-            if not live:
-                break
-            # First, because it also tells about how long the calls will take.
-            count = effort(statistics.median(copies) if copies else 0.0).copies
-            copies += patient(
-                self._setup.keeper, "matched_copy", kv_bytes=kv_bytes, count=count, cold=self._cold
-            )
-            self._setup.rng.shuffle(live)
-            for trial in live:
-                try:
-                    self._round(trial, calls, copies)
-                except WorkerFault as fault:
-                    trial.outcome = self._outcome(trial, fault.status, fault.reason)
+        judgings: list[_Judging] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="judge") as judges:
+            for _ in range(ROUNDS):
+                if all(trial.outcome is not None for trial in trials):
+                    break
+                # First, because it also tells about how long the calls will take.
+                count = effort(statistics.median(copies) if copies else 0.0).copies
+                copies += patient(
+                    self._setup.keeper, "matched_copy", kv_bytes=kv_bytes, count=count, cold=self._cold
+                )
+                self._settle(judgings)
+                live = [trial for trial in trials if trial.outcome is None]
+                self._setup.rng.shuffle(live)
+                for trial in live:
+                    try:
+                        judgings.append(self._round(trial, calls, copies, judges))
+                    except WorkerFault as fault:
+                        trial.outcome = self._outcome(trial, fault.status, fault.reason)
+            self._settle(judgings)
         return copies
 
     def finish(self, trial: _Trial, copies: Sequence[float]) -> None:
@@ -212,7 +229,10 @@ class _CaseRun:
             self._baseline_error = max(verdict.max_abs_err for verdict in verdicts)
         return worst
 
-    def _round(self, trial: _Trial, calls: int, copies: Sequence[float]) -> None:
+    def _round(
+        self, trial: _Trial, calls: int, copies: Sequence[float], judges: ThreadPoolExecutor
+    ) -> _Judging:
+        # All draws are made here, in the parent's thread: their order depends on no other thread.
         variants = self._variants(calls)
         checked = self._setup.rng.randrange(calls)
         sampled = len(self._reference.requests)
@@ -229,9 +249,17 @@ class _CaseRun:
         )
         trial.clocks.append(self._setup.clocks())
         trial.times += times
-        verdict = self._judge(trial, rows, variants[checked], places)
-        if verdict.faults:
-            trial.outcome = self._wrong(trial, verdict, f"in timed call {checked} of a round: ")
+        verdict = judges.submit(self._judge, trial, rows, variants[checked], places)
+        return _Judging(trial, checked, verdict)
+
+    def _settle(self, judgings: list[_Judging]) -> None:
+        """Wait for the verdicts and act on them; raises what a judge raised."""
+        for judging in judgings:
+            verdict = judging.verdict.result()
+            if verdict.faults:
+                text = f"in timed call {judging.call} of a round: "
+                judging.trial.outcome = self._wrong(judging.trial, verdict, text)
+        judgings.clear()
 
     def _judge(self, trial: _Trial, rows: Any, variant: int, places: Sequence[int]) -> Verdict:
         """Of the rows of those of the sample's requests."""

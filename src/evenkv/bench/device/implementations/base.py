@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 
@@ -76,6 +77,11 @@ class Implementation(abc.ABC):
     def build_key(self, case: Case) -> Hashable:
         """Names the compiler's work that the case needs: None when there is none worth doing ahead."""
         return None
+
+    def build_cases(self, case: Case) -> tuple[Case, ...]:
+        """Cases that do this work when they are run: together they compile whatever cases of its build key
+        need. Small ones, because several builders share the GPU."""
+        return (replace(case, batch=1, context=case.page_size, lengths=None),)
 
     @abc.abstractmethod
     def prepare(self, case: Case, tensors: Tensors, setting: str) -> Prepared:

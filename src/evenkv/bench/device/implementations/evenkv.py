@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from evenkv.pack.manifest import find_kernel
 from evenkv.paths import Repository
 from evenkv.spec.family import DecodeSpec
 
+# Requests that evenkv_triton cuts, whatever the geometry and the GPU; 128 MiB of caches at 32 KV heads of 256
+# in bf16, and half or less in the usual geometries.
+_CUT_BATCH, _CUT_CONTEXT = 2, 2048
+
 
 class EvenkvKernel(Implementation):
     """`evenkv-cuda` or `evenkv-triton`: the folder `evenkv/kernels/evenkv_cuda` or `..._triton`."""
@@ -28,9 +33,12 @@ class EvenkvKernel(Implementation):
     def _kernel(self) -> str:
         return self.name.replace("-", "_")
 
+    def _language(self) -> str:
+        return find_kernel(Repository(Path()), self._kernel).manifest.language
+
     def missing(self) -> str | None:
         try:
-            if find_kernel(Repository(Path()), self._kernel).manifest.language == "cuda":
+            if self._language() == "cuda":
                 find_nvcc()
                 find_cxx()
                 require_ninja()
@@ -41,8 +49,15 @@ class EvenkvKernel(Implementation):
         return None
 
     def build_key(self, case: Case) -> Hashable:
-        # Triton too: batch and sizes are no part of what it compiles, and each geometry takes it seconds.
+        # Triton too: of sizes it compiles no more than `build_cases` has, and each geometry takes it seconds.
         return case.spec().short_name
+
+    def build_cases(self, case: Case) -> tuple[Case, ...]:
+        smallest = super().build_cases(case)
+        if self._language() != "triton":
+            return smallest
+        # Triton compiles one kernel for requests that stay whole and one for those that are cut.
+        return (*smallest, replace(case, batch=_CUT_BATCH, context=_CUT_CONTEXT, lengths=None))
 
     def prepare(self, case: Case, tensors: Tensors, setting: str) -> Prepared:
         spec = case.spec()

@@ -1,0 +1,191 @@
+"""A race's judging beside the GPU: what overlaps, what does not, and that nothing else changes by it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from bench_device_fakes import BF16, Kernel, LocalLink, PreparedKernel, SimulatedKeeper, run_case
+
+from evenkv.bench.device import trial
+from evenkv.bench.device.subject import Subject
+from evenkv.bench.effort import ROUNDS
+
+torch.set_num_threads(1)
+NAMES = ("evenkv-cuda", "flashinfer-tc", "fa3")
+
+
+class WrongLate(Kernel):
+    """Right in preparation, check and first round (3, 1 and 4 calls and a warm-up), not in the second."""
+
+    def attend(self, prepared: PreparedKernel) -> None:
+        super().attend(prepared)
+        if prepared.calls > 9:
+            prepared.returned[0].mul_(2.0)
+
+
+class FaultsLate(Kernel):
+    def attend(self, prepared: PreparedKernel) -> None:
+        if prepared.calls > 20:
+            raise RuntimeError("an illegal instruction was encountered")
+        super().attend(prepared)
+
+
+def race(log: list[tuple[str, str]] | None = None, **others: type[Kernel]) -> dict[str, Any]:
+    kinds = dict.fromkeys(NAMES, Kernel) | {name.replace("_", "-"): kind for name, kind in others.items()}
+    return run_case(
+        {name: lambda gpu, name=name, kind=kind: kind(name, gpu) for name, kind in kinds.items()}, log=log
+    )
+
+
+def watch_judge(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None]) -> None:
+    """`before` gets the rows of each judgement that is in the judges' thread, ahead of it."""
+    original = trial.judge
+
+    def judge(case: Any, rows: Any, *arguments: Any, **named: Any) -> Any:
+        if threading.current_thread().name.startswith("judge"):
+            before(rows)
+        return original(case, rows, *arguments, **named)
+
+    monkeypatch.setattr(trial, "judge", judge)
+
+
+def test_a_rounds_rows_are_judged_while_the_next_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, overlapped = 0, []
+    first = 1 + 2 * len(NAMES) + 1  # commands until the race: reference, preparations, checks (baseline: two)
+    begun = threading.Condition()
+    original = LocalLink.call
+
+    def call(self: LocalLink, command: str, **arguments: Any) -> Any:
+        nonlocal commands
+        with begun:
+            commands += 1
+            begun.notify_all()
+        return original(self, command, **arguments)
+
+    def wait_for_the_next_command(_: Any) -> None:
+        number = len(overlapped)
+        if number == ROUNDS * len(NAMES) - 1:
+            return  # the race's last rows have no command after them
+        copies = number // len(NAMES) + 1
+        with begun:
+            assert begun.wait_for(lambda: commands > first + copies + number + 1, timeout=20.0)
+        overlapped.append(True)
+
+    watch_judge(monkeypatch, wait_for_the_next_command)
+    monkeypatch.setattr(LocalLink, "call", call)
+    assert {outcome.status for outcome in race().values()} == {"ok"}
+    assert overlapped == [True] * (ROUNDS * len(NAMES) - 1)
+
+
+def test_nothing_is_judged_any_more_when_host_times_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+
+    def slowly(_: Any) -> None:
+        time.sleep(0.01)
+        judged.append(threading.current_thread().name)
+
+    watch_judge(monkeypatch, slowly)
+    seen: list[tuple[int, bool]] = []
+    original = Subject.time_eager
+
+    def time_eager(self: Subject, *arguments: Any, **named: Any) -> Any:
+        alive = any(thread.name.startswith("judge") for thread in threading.enumerate())
+        seen.append((len(judged), alive))
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(Subject, "time_eager", time_eager)
+    assert {outcome.status for outcome in race().values()} == {"ok"}
+    assert seen == [(ROUNDS * len(NAMES), False)] * len(NAMES)
+    assert len(set(judged)) == 1, "one thread"
+
+
+def test_who_is_wrong_in_a_round_is_not_timed_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_judge(monkeypatch, lambda _: time.sleep(0.01))
+    log: list[tuple[str, str]] = []
+    outcomes = race(log, fa3=WrongLate)
+    assert outcomes["fa3"].status == "wrong" and outcomes["fa3"].graph_us is None
+    assert (outcomes["fa3"].reason or "").startswith("in timed call ")
+    assert " of a round: output is off by 1 of its norm" in (outcomes["fa3"].reason or "")
+    assert log.count(("fa3", "time_graph")) == 2 and ("fa3", "time_eager") not in log
+    for name in NAMES[:2]:
+        assert outcomes[name].status == "ok" and log.count((name, "time_graph")) == ROUNDS
+
+
+def test_when_all_are_wrong_the_race_ends() -> None:
+    log: list[tuple[str, str]] = []
+    outcomes = race(log, evenkv_cuda=WrongLate, flashinfer_tc=WrongLate, fa3=WrongLate)
+    assert {outcome.status for outcome in outcomes.values()} == {"wrong"}
+    assert sum(command == "time_graph" for _, command in log) <= 2 * len(NAMES)
+
+
+class AtOnce:
+    """An executor that does what it is given on the spot, in the parent's thread."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
+        future: Future = Future()
+        future.set_result(call(*arguments))
+        return future
+
+
+def test_draws_and_outcomes_are_those_of_judging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LocalLink.call
+
+    def commands(executor: Any) -> tuple[list[Any], dict[str, Any]]:
+        asked: list[Any] = []
+
+        def call(self: LocalLink, command: str, **arguments: Any) -> Any:
+            asked.append((self.name, command, arguments))
+            return original(self, command, **arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalLink, "call", call)
+            if executor is not None:
+                patch.setattr(trial, "ThreadPoolExecutor", executor)
+            outcomes = race(fa3=WrongLate, evenkv_cuda=FaultsLate)
+        return asked, {name: replace(outcome, host_us=None) for name, outcome in outcomes.items()}
+
+    first, second = commands(None), commands(AtOnce)
+    assert first == second
+    assert [first[1][name].status for name in NAMES] == ["refused", "ok", "wrong"]
+
+
+def test_what_a_judge_raises_ends_the_case_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
+        raise ArithmeticError("the judge is out of order")
+
+    watch_judge(monkeypatch, fails)
+    with pytest.raises(ArithmeticError, match="out of order"):
+        race()
+    assert not any(thread.name.startswith("judge") for thread in threading.enumerate())
+
+
+def test_an_owner_that_fails_in_a_race_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(SimulatedKeeper):
+        rounds = 0
+
+        def matched_copy(self, **arguments: Any) -> list[float]:
+            self.rounds += 1
+            if self.rounds == 3:
+                raise RuntimeError("fell off the bus")
+            return super().matched_copy(**arguments)
+
+    monkeypatch.setattr("bench_device_fakes.SimulatedKeeper", Fails)
+    with pytest.raises(trial.WorkerFault, match="fell off the bus"):
+        run_case({"fa3": lambda gpu: Kernel("fa3", gpu)}, BF16)
+    assert not any(thread.name.startswith("judge") for thread in threading.enumerate())
