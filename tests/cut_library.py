@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from evenkv.spec.family import DecodeSpec
 KERNEL = find_repository().kernels / "evenkv_cuda"
 SHIM = Path(__file__).with_name("cut_shim.cpp")
 MOST_SPLITS = 8  # choose.h
+FEW_BLOCKS = 2  # choose.h
 INVARIANT_TOKENS = 2048  # tuning.cuh
 
 
@@ -37,9 +38,12 @@ class Cut(_Struct):
         ("tail_scale", ctypes.c_int32),
         ("by_part_tokens", ctypes.c_uint32 * 2),
         ("by_warps", ctypes.c_uint32 * 2),
-        ("most_scale", ctypes.c_int32),
+        ("least_share", ctypes.c_float),
         ("numbers", ctypes.c_int32),
         ("places", ctypes.c_int32),
+        ("least_even_tokens", ctypes.c_int32),
+        ("whole_tokens", ctypes.c_int32),
+        ("whole_pages", ctypes.c_int32),
     ]
 
 
@@ -59,13 +63,17 @@ class _Room(ctypes.Structure):
 
     _fields_ = [("workers", ctypes.c_int32), ("clusters", ctypes.c_int32 * MOST_SPLITS)]
 
+    @classmethod
+    def of(cls, room: Room) -> _Room:
+        return cls(room.workers, (ctypes.c_int32 * MOST_SPLITS)(*room.clusters))
+
 
 class _Shape(ctypes.Structure):
     """choose.h: Shape."""
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("units", "batch", "page_size", "num_kv_indices", "block_tokens", "tile_tokens")
+        for name in ("units", "batch", "page_size", "num_kv_indices", "block_tokens", "tile_tokens", "heads")
     ]
 
     @classmethod
@@ -93,7 +101,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the host knows of a batch, and the specialisation's tiles (tokens: of a block's warps, of one)."""
+    """What the host knows of a batch, the specialisation's tiles (in tokens: of a block's warps, of one), and
+    how many KV heads a unit has."""
 
     units: int
     batch: int
@@ -101,6 +110,7 @@ class Shape:
     num_kv_indices: int
     block_tokens: int = 64
     tile_tokens: int = 16
+    heads: int = 1
 
     @property
     def slots(self) -> int:
@@ -124,14 +134,17 @@ class Visits:
         Each warp's tiles, from and to.
     even : bool
         How parts are numbered.
-    scale : int
-        How often their length is halved.
+    part_tokens : float
+        Of an uneven part before the tail, at most; less than the cut's where kv_indices is longer.
+    tail_slot : int
+        Where the tail begins.
     """
 
     rows: np.ndarray
     warps: np.ndarray
     even: bool
-    scale: int
+    part_tokens: float
+    tail_slot: int
 
 
 class CutLibrary:
@@ -157,8 +170,8 @@ class CutLibrary:
         self._library.share_among(ctypes.byref(choice), warps)
 
     def number(self, choice: Choice, shape: Shape) -> None:
-        """Has numbers and places follow from an uneven cut's parts and tail."""
-        self._library.number_uneven(ctypes.byref(choice), ctypes.byref(_Shape.of(shape)))
+        """Has numbers and places follow from a cut's parts and tail."""
+        self._library.number_cut(ctypes.byref(choice), ctypes.byref(_Shape.of(shape)))
 
     def choose(
         self, shape: Shape, room: Room, invariant_tokens: int = 0, may_stay_uncut: bool = True
@@ -167,12 +180,23 @@ class CutLibrary:
         choice = Choice()
         self._library.choose(
             ctypes.byref(_Shape.of(shape)),
-            ctypes.byref(_Room(room.workers, (ctypes.c_int32 * MOST_SPLITS)(*room.clusters))),
+            ctypes.byref(_Room.of(room)),
             ctypes.c_int64(invariant_tokens),
             may_stay_uncut,
             ctypes.byref(choice),
         )
         return choice
+
+    def choose_width(self, shape: Shape, room: Room, invariant_tokens: int) -> tuple[int, bool]:
+        """KV heads a block, and whether an SM takes two such blocks at most; of `shape` with single heads."""
+        few = ctypes.c_int32()
+        heads = self._library.choose_heads(
+            ctypes.byref(_Shape.of(shape)),
+            ctypes.byref(_Room.of(room)),
+            ctypes.c_int64(invariant_tokens),
+            ctypes.byref(few),
+        )
+        return heads, bool(few.value)
 
     def visits(
         self, shape: Shape, choice: Choice, kv_indptr: Sequence[int], lengths: Sequence[int]
@@ -184,7 +208,7 @@ class CutLibrary:
         capacity = max(cut.numbers, cut.even_parts * shape.batch if cut.even_pages >= 0 else 0, shape.batch)
         rows = np.empty((capacity, 8), dtype=np.int32)
         ranges = np.empty((capacity, warps, 2), dtype=np.int32)
-        even, scale = ctypes.c_int32(), ctypes.c_int32()
+        even, tail_slot, part_tokens = ctypes.c_int32(), ctypes.c_int32(), ctypes.c_double()
         found = self._library.visit_all(
             ctypes.byref(choice),
             shape.batch,
@@ -198,10 +222,11 @@ class CutLibrary:
             rows.ctypes,
             ranges.ctypes,
             ctypes.byref(even),
-            ctypes.byref(scale),
+            ctypes.byref(part_tokens),
+            ctypes.byref(tail_slot),
         )
         assert found <= capacity, "more parts than numbers"
-        return Visits(rows[:found], ranges[:found], bool(even.value), scale.value)
+        return Visits(rows[:found], ranges[:found], bool(even.value), part_tokens.value, tail_slot.value)
 
 
 @dataclass(frozen=True)
@@ -212,6 +237,7 @@ class Blocks:
     warps: int
     resident: int  # blocks an SM
     units_a_head: int
+    has_pairs: bool  # whether a block may take two KV heads
 
     @classmethod
     def of(cls, spec: DecodeSpec) -> Blocks:
@@ -222,18 +248,43 @@ class Blocks:
         warps = 2 if 2 * tile_tokens * row_bytes > 8192 else 4
         two_columns = -(-spec.group_size // units_a_head) > 8
         resident = 2 if warps == 4 and (spec.head_dim > 128 or two_columns) else 3
-        return cls(tile_tokens, warps, resident, units_a_head)
+        return cls(tile_tokens, warps, resident, units_a_head, units_a_head == 1 and row_bytes <= 128)
+
+    def shape(self, spec: DecodeSpec, batch: int, num_kv_indices: int, heads: int) -> Shape:
+        """A batch, of blocks that take so many KV heads."""
+        return Shape(
+            spec.num_kv_heads * self.units_a_head // heads,
+            batch,
+            spec.page_size,
+            num_kv_indices,
+            self.warps // heads * self.tile_tokens,
+            self.tile_tokens,
+            heads,
+        )
 
 
-def heads_of(spec: DecodeSpec, batch: int, workers: int, invariant: bool = False) -> int:
-    """KV heads a block: choose.h, take_pairs."""
-    blocks = Blocks.of(spec)
-    items = spec.num_kv_heads * batch
-    is_pair = spec.is_fp8 and blocks.units_a_head == 1 and spec.num_kv_heads % 2 == 0 and not invariant
-    return 2 if is_pair and blocks.resident * workers < items <= 4 * workers else 1
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher settles.
+
+    Attributes
+    ----------
+    heads : int
+        KV heads a block.
+    few : bool
+        Whether shared memory is asked for that no block uses, so that an SM takes `FEW_BLOCKS` at most.
+    resident : int
+        Blocks that an SM takes.
+    """
+
+    heads: int
+    few: bool
+    resident: int
+    shape: Shape
+    choice: Choice
 
 
-def cut_of(
+def choose_launch(
     library: CutLibrary,
     spec: DecodeSpec,
     batch: int,
@@ -242,21 +293,20 @@ def cut_of(
     *,
     always_cut: bool = False,
     invariant: bool = False,
-    room: Room | None = None,
-) -> tuple[int, Shape, Choice]:
-    """KV heads a block, shape and choice of a launch, on a device of `workers` SMs.
+    room_of: Callable[[int], Room] | None = None,
+) -> Launch:
+    """As kernel.cu has it, on a device of `workers` SMs.
 
-    `room`: what runs at once there; not given, clusters can fill it.
+    `room_of`: what runs at once there, of so many blocks an SM; not given, clusters can fill it.
     """
-    blocks, heads = Blocks.of(spec), heads_of(spec, batch, workers, invariant)
-    shape = Shape(
-        spec.num_kv_heads * blocks.units_a_head // heads,
-        batch,
-        spec.page_size,
-        num_kv_indices,
-        blocks.warps // heads * blocks.tile_tokens,
-        blocks.tile_tokens,
-    )
+    blocks = Blocks.of(spec)
     tokens = INVARIANT_TOKENS if invariant else 0
-    room = room or Room.of(workers, blocks.resident)
-    return heads, shape, library.choose(shape, room, tokens, not always_cut and heads == 1)
+    room_of = room_of or (lambda resident: Room.of(workers, resident))
+    shape, room, heads, few = blocks.shape(spec, batch, num_kv_indices, 1), room_of(blocks.resident), 1, False
+    if blocks.has_pairs:
+        heads, few = library.choose_width(shape, room, tokens)
+    resident = min(blocks.resident, FEW_BLOCKS) if few else blocks.resident
+    if heads == 2:
+        shape, room = blocks.shape(spec, batch, num_kv_indices, heads), room_of(resident)
+    choice = library.choose(shape, room, tokens, not always_cut and heads == 1)
+    return Launch(heads, few, resident, shape, choice)

@@ -1,4 +1,6 @@
 // cut.h and choose.h behind a C interface, for tests/cut_library.py.
+#include <cmath>
+
 #include "choose.h"
 
 using namespace evenkv;
@@ -14,11 +16,13 @@ void choose(const Shape* shape, const DeviceRoom* room, int64_t invariant_tokens
 
 void share_among(Choice* choice, int32_t warps) { choice->cut.by_warps = divisor_of(warps); }
 
-// What an uneven cut follows from, once its parts or its tail are others.
-void number_uneven(Choice* choice, const Shape* shape) {
-  const int64_t cells = count_cells(choice->cut, shape->num_kv_indices * shape->page_size);
-  choice->cut.numbers = static_cast<int32_t>(shape->batch + cells - 1);
-  choice->cut.places = static_cast<int32_t>(2 * cells);
+void number_cut(Choice* choice, const Shape* shape) { count_places(*shape, choice->cut); }
+
+// KV heads a block; few: whether an SM takes two such blocks at most.
+int32_t choose_heads(const Shape* shape, const DeviceRoom* room, int64_t invariant_tokens, int32_t* few) {
+  const Width width = choose_width(*shape, *room, invariant_tokens);
+  *few = width.few;
+  return width.heads;
 }
 
 // x / d for each x, by multiplication.
@@ -34,33 +38,35 @@ void divide_all(int64_t d, int32_t count, const int32_t* x, int32_t* out) {
 // Returns how many visits there are; beyond capacity they are counted only.
 int64_t visit_all(const Choice* choice, int32_t batch, int32_t page_size, int32_t num_kv_indices,
                   int32_t tile_tokens, int32_t num_warps, const int32_t* kv_indptr, const int32_t* lengths,
-                  int64_t capacity, int32_t* visits, int32_t* warps, int32_t* is_even, int32_t* scale) {
+                  int64_t capacity, int32_t* visits, int32_t* warps, int32_t* is_even, double* part_tokens,
+                  int32_t* tail_slot) {
   const Cut& cut = choice->cut;
-  Part part{0, 0, 1, 0, true, 0, 0, 0};
+  Part part{0, 0, 1, 0, true, 0, 0};
   const int32_t listed = std::min(kv_indptr[batch], num_kv_indices);
+  const Fit fit = fit_lengths(cut, listed, num_kv_indices);
   if (!choice->uncut) {
     int32_t longest = 0;
     if (cut.even_pages != INT32_MAX) {
       for (int32_t r = 0; r < batch; ++r) longest = std::max(longest, kv_indptr[r + 1] - kv_indptr[r]);
     }
-    part.scale = scale_of(cut, listed, num_kv_indices);
-    part.even = evenkv::is_even(cut, longest, part.scale);
+    part.even = evenkv::is_even(fit, longest);
   }
   *is_even = part.even;
-  *scale = part.scale;
+  *part_tokens = std::ldexp(1.0, fit.by_part_tokens.shift) / fit.by_part_tokens.multiplier;
+  *tail_slot = fit.tail_slot;
   const int32_t numbers = choice->uncut ? batch : numbers_of(cut, part.even, batch);
   int64_t found = 0;
   for (int32_t cluster = 0; cluster < choice->clusters; ++cluster) {
     for (int64_t number = cluster; number < numbers; number += choice->clusters) {
       if (choice->uncut) {
-        part = {static_cast<int32_t>(number), 0, 1, 0, true, 0, 0, 0};
+        part = {static_cast<int32_t>(number), 0, 1, 0, true, 0, 0};
       } else if (part.even) {
         part.request = static_cast<int32_t>(number) / cut.even_parts;
       } else {
         int32_t low = 0, high = batch + 1;  // how many requests begin by the number, the end included
         while (low < high) {
           const int32_t middle = (low + high) / 2;
-          const int32_t begins = uneven_number(cut, middle, kv_indptr[middle] * page_size, part.scale);
+          const int32_t begins = uneven_number(fit, cut.tail_scale, middle, kv_indptr[middle] * page_size);
           begins <= number ? low = middle + 1 : high = middle;
         }
         part.request = std::max(low - 1, 0);
@@ -68,8 +74,8 @@ int64_t visit_all(const Choice* choice, int32_t batch, int32_t page_size, int32_
       if (part.request >= batch) continue;
       const int32_t length = lengths[part.request];
       if (!choice->uncut) {
-        find_part(cut, static_cast<int32_t>(number), kv_indptr[part.request] * page_size, length, tile_tokens,
-                  part);
+        find_part(cut, fit, static_cast<int32_t>(number), kv_indptr[part.request] * page_size, length,
+                  tile_tokens, part);
       }
       const bool is_empty = length == 0;
       if (is_empty ? part.index != 0 : !choice->uncut && !is_own(part)) continue;

@@ -67,7 +67,7 @@ class _Forced(_Integers):
             "part_tokens",
             "tail_slot",
             "tail_scale",
-            "most_scale",
+            "least_64ths",
             "is_even",
             "is_uncut",
         )
@@ -101,6 +101,7 @@ class Report(_Integers):
             "places",
             "places_written",
             "counters_left",
+            "block_bytes",
         )
     ]
 
@@ -124,7 +125,7 @@ class Room:
     """
 
     workers: int = 3
-    resident: int = 2
+    resident: int = 4  # single heads all run at once where pairs of them would: blocks take one
     most_splits: int = 8
 
     def clusters(self) -> tuple[int, ...]:
@@ -226,21 +227,23 @@ class HostKernel:
         return output, lse
 
     def find_requests(
-        self, problem: Problem, part_tokens: int, tail_slot: int, scale: int, numbers: torch.Tensor
-    ) -> torch.Tensor:
-        """The request that find.cuh finds for each of a unit's `numbers`, int32."""
+        self, problem: Problem, part_tokens: int, tail_slot: int, share_64ths: int, numbers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The request that find.cuh finds for each of `numbers`, and each request's first number."""
         numbers, found = numbers.int().contiguous(), torch.full(numbers.shape, -7, dtype=torch.int32)
+        begins = torch.empty_like(problem.tensors["kv_indptr"])
         fault = self.library.find_requests(
             ctypes.byref(self.params_of(problem)),
             part_tokens,
             tail_slot,
-            scale,
+            share_64ths,
             len(numbers),
             ctypes.c_void_p(numbers.data_ptr()),
             ctypes.c_void_p(found.data_ptr()),
+            ctypes.c_void_p(begins.data_ptr()),
         )
         assert fault is None, fault.decode()
-        return found
+        return found, begins
 
 
 class _Watched:

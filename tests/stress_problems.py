@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from cut_library import heads_of
+from cut_library import Blocks
 
 from evenkv.numerics.bytes import pages_of
 from evenkv.numerics.problem import TORCH_DTYPES, Problem, query_dtype
@@ -45,7 +45,9 @@ SPECS: tuple[DecodeSpec, ...] = (
 
 # Slots of all KV heads that spare entries of kv_indices list: far more than requests have.
 SPARE_SLOTS = 1 << 21
-# SMs of the device whose choices the plans are to cover: with two fp8 heads a block, batches of a few sizes.
+# So many that blocks take two KV heads where rows are short, and that an SM then takes two of them.
+VAST_SLOTS = 1 << 22
+# SMs of the device whose choices the plans are to cover: two heads a block are for batches of a few sizes.
 WORKERS = 132
 
 CACHE_LAYOUTS = ("nhd", "hnd", "interleaved", "interleaved-hnd", "padded")
@@ -136,7 +138,7 @@ def _draw_lengths(rng: random.Random, spec: DecodeSpec, limits: Limits) -> tuple
     batch = round(limits.batch ** rng.random())
     if rng.random() < (0.5 if spec.page_size > 1024 else 0.1):
         batch = rng.randint((limits.batch + 1) // 2, limits.batch)
-    if spec.is_fp8 and rng.random() < 0.3:
+    if rng.random() < 0.2:
         batch = _draw_pair_batch(rng, spec, limits) or batch
     medium = max(17, min(1500, limits.tokens * 2 // (3 * batch)))
     edges = (16, 32, 64, 128, 256, *(spec.page_size * k for k in (1, 2, 3)))
@@ -163,15 +165,19 @@ def _draw_lengths(rng: random.Random, spec: DecodeSpec, limits: Limits) -> tuple
 
 def _draw_pair_batch(rng: random.Random, spec: DecodeSpec, limits: Limits) -> int | None:
     """Requests with which a block takes two KV heads; None where no number of them does."""
-    pairs = [batch for batch in range(1, limits.batch + 1) if heads_of(spec, batch, WORKERS) == 2]
-    return rng.choice(pairs) if pairs else None
+    blocks = Blocks.of(spec)
+    fewest = blocks.resident * WORKERS // spec.num_kv_heads + 1  # more than run at once of single heads
+    most = min(limits.batch, 4 * WORKERS // spec.num_kv_heads)
+    if not blocks.has_pairs or spec.num_kv_heads % 2 or fewest > most:
+        return None
+    return rng.randint(fewest, most)
 
 
 def _draw_spare_ids(rng: random.Random, spec: DecodeSpec) -> int:
     """None, a few, or so many that the host takes the problem for a large one."""
     few = rng.choice((0, 0, 1, 37))
-    large = -(-SPARE_SLOTS // (spec.page_size * spec.num_kv_heads))
-    return large if rng.random() < 0.15 else few
+    large = SPARE_SLOTS if rng.random() < 0.7 else VAST_SLOTS
+    return -(-large // (spec.page_size * spec.num_kv_heads)) if rng.random() < 0.15 else few
 
 
 def build_problem(plan: Plan, device: Any) -> Problem:

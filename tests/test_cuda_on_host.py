@@ -103,6 +103,9 @@ def test_bf16_as_shapes_settle_it(bf16: HostKernel) -> None:
             room = Room(rng.choice([1, 2, 8, 40]), rng.choice([1, 3]), rng.choice([1, 2, 8]))
             report = _check(bf16, problem, room=room, seed=seed, running=rng.choice([1, 3, 8]))
             kernels.add((report.is_uncut, report.splits > 1, report.places_written > 0))
+    for lengths in ([3000], [40, 3000, 0, 700]):  # long enough to be cut
+        report = _check(bf16, make_problem(BF16, lengths), room=Room(8, 3, 1), seed=1)
+        kernels.add((report.is_uncut, report.splits > 1, report.places_written > 0))
     assert {(1, False, False), (1, True, False), (0, False, True)} <= kernels
 
 
@@ -143,6 +146,21 @@ def test_which_fp8_problems_take_two_heads_a_block(fp8: HostKernel) -> None:
         assert _check(fp8, problem, room=PAIRS, **INVARIANT).heads == 1
     spec = replace(FP8, num_kv_heads=3, num_qo_heads=30)
     assert _check(fp8, make_problem(spec, [50] * 4), room=PAIRS).heads == 1, "an odd number of KV heads"
+
+
+def test_large_fp8_batches_take_two_heads_a_block_and_two_blocks_an_sm(fp8: HostKernel) -> None:
+    """Whatever shapes say of 24,576 slots an SM and more: kv_indices may be longer than requests are."""
+    sm_bytes = 228 * 1024
+    for batch, few in ((1, False), (2, False), (3, True)):
+        problem = make_problem(replace(FP8, page_size=64), [90, 0, 700][:batch], seed=batch)
+        ids = problem.tensors["kv_indices"]
+        pages = 24_576 // (2 * 64)
+        for listed, heads in ((pages, 2), (pages - 1, 1)):
+            tensors = {"kv_indices": torch.cat([ids, ids.new_zeros(listed - len(ids))])}
+            report = _check(fp8, problem.with_tensors(**tensors), room=Room(1, 8), seed=batch)
+            assert report.heads == heads, (batch, listed)
+            takes = sm_bytes // (report.block_bytes + 1024)
+            assert takes == 2 if few and heads == 2 else takes > 2
 
 
 def test_fp8_as_shapes_settle_it(fp8: HostKernel) -> None:
@@ -203,7 +221,7 @@ def test_batch_invariant_fp8(fp8: HostKernel) -> None:
     assert bit_equal(fp8(take_requests(problem, range(1, 2)), **INVARIANT), (output[1:2], lse[1:2]))
 
 
-@pytest.mark.parametrize("scale", [0, 1, 3])
+@pytest.mark.parametrize("share_64ths", [64, 63, 37, 8])
 @pytest.mark.parametrize(
     "page_size, lengths",
     # 693 entries of kv_indptr are 33 equal ranges of the search.
@@ -211,21 +229,17 @@ def test_batch_invariant_fp8(fp8: HostKernel) -> None:
     ids=["700", "692", "few", "empty"],
 )
 def test_numbers_find_their_requests(
-    bf16: HostKernel, page_size: int, lengths: list[int], scale: int
+    bf16: HostKernel, page_size: int, lengths: list[int], share_64ths: int
 ) -> None:
     """A number belongs to the last request that begins by it, also where a search narrows it down first."""
     problem = make_problem(replace(BF16, num_qo_heads=2, num_kv_heads=1, page_size=page_size), lengths)
     slots = problem.tensors["kv_indptr"].long() * page_size
     for part_tokens in (16, 48, 1024):
-        for tail_slot in (2**31 - 1, max(2**scale, int(slots[-1]) * 2**scale // 3)):
-            tail = tail_slot >> scale
-            late = (tail - 1) * 2**scale // part_tokens + 1
-            late = late + (slots - tail + 32) * 2 ** (scale + 1) // part_tokens  # cut.h: cell_of
-            begins = torch.where(slots < tail, slots * 2**scale // part_tokens, late)
-            begins += torch.arange(len(begins))
-            numbers = torch.arange(int(begins[-1]) + 3)
-            wanted = (torch.searchsorted(begins, numbers, right=True) - 1).clamp(min=0)
-            found = bf16.find_requests(problem, part_tokens, tail_slot, scale, numbers)
+        for tail_slot in (2**31 - 1, max(64, int(slots[-1]) * 64 // share_64ths // 3)):
+            counted = torch.arange(int(slots[-1]) * 16 * 64 // share_64ths // part_tokens + len(slots) + 40)
+            found, begins = bf16.find_requests(problem, part_tokens, tail_slot, share_64ths, counted)
+            assert (begins.diff() >= 1).all() and begins[0] >= 0
+            wanted = (torch.searchsorted(begins, counted.int(), right=True) - 1).clamp(min=0)
             assert torch.equal(found.long(), wanted), (part_tokens, tail_slot)
 
 
@@ -296,11 +310,11 @@ def test_requests_without_tokens(bf16: HostKernel, way: dict[str, int]) -> None:
     assert check_outputs(BF16, output[1:], lse[1:], wanted[0][1:], wanted[1][1:]) == []
 
 
-HALVED = {"is_uncut": -1, "is_even": -1, "part_tokens": 256, "most_scale": 4}
-HALVED_EVEN = {"is_uncut": -1, "is_even": 1, "even_parts": 6, "most_scale": 3}
+FITTED = {"is_uncut": -1, "is_even": -1, "part_tokens": 256, "least_64ths": 4}
+FITTED_EVEN = {"is_uncut": -1, "is_even": 1, "even_parts": 6, "least_64ths": 8}
 
 
-PADDED = {"by shapes": {}, **ALL_WAYS, "halved": HALVED, "halved, even": HALVED_EVEN}
+PADDED = {"by shapes": {}, **ALL_WAYS, "fitted": FITTED, "fitted, even": FITTED_EVEN}
 
 
 @pytest.mark.parametrize("way", PADDED.values(), ids=PADDED)
@@ -312,7 +326,7 @@ def test_kv_indices_longer_than_counted(bf16: HostKernel, way: dict[str, int]) -
         for copies in (2, 9, 40):
             padded = problem.with_tensors(kv_indices=torch.cat([ids, *[ids.flip(0)] * (copies - 1)]))
             report = _check(bf16, padded, room=Room(workers), seed=page_size, **way)
-            if "most_scale" in way and copies > 2:
+            if "least_64ths" in way and copies > 2:
                 assert report.places_written > 2 * 2, "parts are not as long as the list lets expect"
 
 

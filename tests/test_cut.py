@@ -100,20 +100,20 @@ def _check_visits(
     assert (each >= 0).all() and (each.max(1) - each.min(1) <= 1).all(), "tiles are not dealt evenly"
 
     sizes = rows[:, END] - rows[:, BEGIN]
-    tail = cut.tail_slot >> v.scale
     slots = np.asarray(kv_indptr, dtype=np.int64)[request] * shape.page_size
     begins = slots + rows[:, BEGIN] * shape.tile_tokens
-    late = (begins > tail - shape.tile_tokens) & (not v.even and cut.tail_scale > 0)
+    late = (begins > v.tail_slot - shape.tile_tokens) & (not v.even and cut.tail_scale > 0)
     for which in (late, ~late):
         longest, shortest = np.zeros(len(lengths), np.int64), np.full(len(lengths), 1 << 40)
         np.maximum.at(longest, request[which], sizes[which])
         np.minimum.at(shortest, request[which], sizes[which])
         assert (longest - shortest <= 1).all(), "a request's tiles are not dealt evenly"
     if not v.even:
-        # Halved parts need not be multiples of a tile.
-        slack = 2 * shape.tile_tokens if v.scale > 0 else 0
-        most = np.full(len(rows), (cut.part_tokens >> v.scale) + slack)
-        most[late] = 1.5 * (cut.part_tokens >> (v.scale + cut.tail_scale)) + 2 * shape.tile_tokens
+        # Fitted lengths need not be multiples of a tile.
+        slack = 2 * shape.tile_tokens if v.part_tokens < cut.part_tokens * (1 - 1e-6) else 0
+        most = np.full(len(rows), v.part_tokens * (1 + 1e-6) + slack)
+        most[late] = 1.5 * v.part_tokens / 2**cut.tail_scale + 2 * shape.tile_tokens
+        most[count == 1] = np.maximum(most[count == 1], cut.whole_tokens)
         assert (sizes * shape.tile_tokens <= most).all(), "a part is too long"
 
     is_cut = count > 1
@@ -133,7 +133,7 @@ def _check_choice(shape: Shape, room: Room, invariant: int, may_stay_uncut: bool
     assert 1 <= choice.clusters <= 65535
     assert cut.part_tokens > 0 and cut.part_tokens % shape.tile_tokens == 0
     assert cut.even_parts >= 1
-    assert cut.even_parts == 1 or cut.even_tokens >> cut.most_scale >= shape.tile_tokens
+    assert cut.even_parts == 1 or cut.even_tokens * cut.least_share >= shape.tile_tokens
     if choice.uncut:
         assert may_stay_uncut and not invariant and items <= at_once and choice.clusters == shape.batch
         assert cut.places == 0 and cut.even_parts == 1
@@ -142,7 +142,7 @@ def _check_choice(shape: Shape, room: Room, invariant: int, may_stay_uncut: bool
         assert shape.slots <= 28 * step or shape.batch == 1
     if invariant:
         assert choice.splits == 1 and cut.even_pages == -1 and cut.part_tokens == invariant
-        assert cut.most_scale == 0
+        assert cut.least_share == 1
         assert shape.units * cut.places <= 2 * shape.units * (shape.slots // invariant + 1)
         return
     assert (cut.even_pages == 2**31 - 1) == (shape.batch == 1)
@@ -321,6 +321,22 @@ def _choice(library: CutLibrary, units: int, batch: int, length: int, room: Room
     return library.choose(Shape(units, batch, 16, batch * -(-length // 16)), room)
 
 
+def _equal(library: CutLibrary, batch: int, length: int) -> Visits:
+    """What becomes of equal requests of 8 units."""
+    pages = -(-length // 16)
+    shape = Shape(8, batch, 16, batch * pages)
+    kv_indptr = [pages * r for r in range(batch + 1)]
+    return library.visits(shape, library.choose(shape, H200), kv_indptr, [length] * batch)
+
+
+def test_few_waves_of_equal_requests_are_cut_unevenly(library: CutLibrary) -> None:
+    """1.3 waves, and 1.94, of which the last one is nearly full; but short ones are not worth it."""
+    few, full, short = _equal(library, 64, 4096), _equal(library, 96, 4096), _equal(library, 64, 1000)
+    assert not few.even and few.rows[:, COUNT].max() > 4
+    assert full.even and full.rows[:, COUNT].max() == 1
+    assert short.even and short.rows[:, COUNT].max() == 1
+
+
 @pytest.mark.parametrize(
     ("units", "batch", "length", "uncut", "is_cluster", "is_cut"),
     [
@@ -330,7 +346,7 @@ def _choice(library: CutLibrary, units: int, batch: int, length: int, room: Room
         (8, 63, 300, False, False, False),  # more items than blocks at once: each whole
         (8, 1, 131_072, False, True, True),
         (1, 1, 131_072, False, True, True),
-        (8, 64, 4096, False, False, True),  # somewhat more items than blocks at once
+        (8, 110, 4096, False, False, True),  # somewhat over two waves
         (8, 128, 16_384, False, False, False),
     ],
 )
@@ -355,7 +371,7 @@ def test_one_long_request_among_short_ones_is_cut_for_all_sms(library: CutLibrar
 
 
 def test_an_even_batch_in_a_longer_list_is_still_cut_for_all_sms(library: CutLibrary) -> None:
-    """A graph's buffers list more pages than requests have: parts are halved until they fit."""
+    """A graph's buffers list more pages than requests have: lengths shrink to what is counted."""
     lengths = [65_536] * 2
     kv_indptr = _tables_of(lengths, 16)
     for times in (1, 3, 9, 40):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cut_library import COUNT, CutLibrary, cut_of
+from cut_library import COUNT, CutLibrary, choose_launch
 from gpu_sanitizer_script import D256, PAIRS, PAIRS_GROUP12, SPECS, make_plans, solve
 from gpu_stress_worker import build_side_by_side
 from stress_problems import Plan
@@ -131,10 +131,11 @@ class _Way:
         counts = [pages_of(n, plan.spec.page_size) for n in plan.lengths]
         kv_indptr = [0, *accumulate(counts)]
         listed = kv_indptr[-1] + plan.spare_ids
-        self.heads, shape, choice = cut_of(library, plan.spec, len(counts), listed, workers)
+        launch = choose_launch(library, plan.spec, len(counts), listed, workers)
+        self.heads, shape, choice = launch.heads, launch.shape, launch.choice
         found = library.visits(shape, choice, kv_indptr, plan.lengths)
         self.uncut, self.splits = choice.uncut, choice.splits
-        self.even, self.scale = found.even, found.scale
+        self.even, self.fitted = found.even, found.part_tokens < choice.cut.part_tokens * 0.999
         self.most_parts = int(found.rows[:, COUNT].max())
         self.items = shape.units * shape.batch
 
@@ -144,13 +145,13 @@ def test_problems_go_every_way(tmp_path: Path, workers: int) -> None:
     library = CutLibrary(tmp_path)
     plans = make_plans(workers)
     ways = {name: _Way(library, plan, workers) for name, plan in plans.items()}
-    whole, clusters, even, uneven, page1, halved, d256, waves, pairs, pairs_cut = ways.values()
+    whole, clusters, even, uneven, page1, fitted, d256, waves, pairs, pairs_cut = ways.values()
     assert whole.uncut and whole.splits == 1
     assert clusters.uncut and clusters.splits > 1
     assert even.even and even.most_parts > 1 and even.splits > 1
     assert not uneven.even and uneven.most_parts > 8 and uneven.splits > 1
     assert not page1.even and page1.most_parts > 8
-    assert halved.scale > 0 and halved.most_parts > 1
+    assert fitted.fitted and fitted.most_parts > 1
     assert D256.group_size > 8 and d256.most_parts > 1
     assert not waves.even and waves.items > 3 * workers and waves.most_parts > 1
     assert pairs.heads == 2 and pairs_cut.heads == 2 and pairs_cut.most_parts > 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cut_library import COUNT, CutLibrary, cut_of
+from cut_library import COUNT, CutLibrary, choose_launch
 from gpu_stress_worker import make_worker, run_stress, stress
 from stress_fakes import BESIDE, CRASHES, HANGS, OTHER_BITS, WRONG
 from stress_problems import (
@@ -102,15 +102,20 @@ def _ways(library: CutLibrary, plan: Plan, always_cut: bool) -> set[str]:
     counts = [pages_of(n, spec.page_size) for n in plan.lengths]
     kv_indptr = [0, *accumulate(counts)]
     listed = kv_indptr[-1] + plan.spare_ids
-    heads, shape, choice = cut_of(library, spec, len(counts), listed, WORKERS, always_cut=always_cut)
-    found = library.visits(shape, choice, kv_indptr, plan.lengths)
+    launch = choose_launch(library, spec, len(counts), listed, WORKERS, always_cut=always_cut)
+    choice = launch.choice
+    found = library.visits(launch.shape, choice, kv_indptr, plan.lengths)
     is_cut = bool((found.rows[:, COUNT] > 1).any())
     numbering = "even" if found.even else "uneven"
-    ways = {f"{heads} heads a block, {'uncut' if choice.uncut else numbering}{', cut' if is_cut else ''}"}
+    ways = {
+        f"{launch.heads} heads a block, {'uncut' if choice.uncut else numbering}{', cut' if is_cut else ''}"
+    }
+    if launch.few:
+        ways.add("two blocks an SM")
     if choice.splits > 1:
         ways.add("clusters" + (" of cut requests" if is_cut else ""))
-    if found.scale > 0:
-        ways.add("parts are halved")
+    if found.part_tokens < choice.cut.part_tokens * 0.999:
+        ways.add("parts are fitted")
     if choice.clusters < choice.cut.numbers:
         ways.add("clusters take several parts")
     return ways
@@ -126,9 +131,10 @@ def test_plans_go_every_way(tmp_path: Path) -> None:
         "1 heads a block, uncut",
         *(f"1 heads a block, {n}{c}" for n in ("even", "uneven") for c in ("", ", cut")),
         *(f"2 heads a block, {n}" for n in ("even", "uneven, cut")),
+        "two blocks an SM",
         "clusters",
         "clusters of cut requests",
-        "parts are halved",
+        "parts are fitted",
         "clusters take several parts",
     ]
     assert {way: seen[way] for way in wanted if seen[way] < 20} == {}, seen

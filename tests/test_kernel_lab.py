@@ -53,7 +53,7 @@ DEFINITIONS = ("gqa_paged_decode_h32_kv8_d128_ps16", "gqa_paged_decode_fp8_h32_k
 @pytest.mark.skipif(not HAS_NVCC, reason="no CUDA toolkit on this machine")
 @pytest.mark.parametrize(
     "variant",
-    [*INSTRUMENTS, "pairs of 16 bits", "2 warps", "8 warps", "3 stages", "short rows+short blocks"],
+    [*INSTRUMENTS, "many pairs", "2 warps", "8 warps", "3 stages", "short rows+short blocks"],
 )
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_variants_compile_without_spills(variant: str, name: str, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from cut_library import (  # noqa: E402
     Blocks,
     CutLibrary,
     Room,
-    cut_of,
+    choose_launch,
 )
 from kernel_cases import choose_cases  # noqa: E402
 from kernel_variants import choose_variants, edits_of  # noqa: E402
@@ -54,8 +54,8 @@ from evenkv.library.toolchain import find_cxx  # noqa: E402
 from evenkv.spec.family import DecodeSpec  # noqa: E402
 
 SMS = 132
-# Clusters of 1, 2, ... 8 blocks that the driver says run at once, three blocks an SM.
-AT_ONCE = (396, 198, 124, 92, 69, 62, 47, 45)
+# Clusters of 1, 2, ... 8 blocks that the driver says run at once, by blocks an SM.
+AT_ONCE = {3: (396, 198, 124, 92, 69, 62, 47, 45), 2: (264, 132, 79, 62, 47, 39, 32, 30)}
 ROWS = ROOT / "results/roofline/nvidia-h200.jsonl"
 MOST_FITTED_BYTES = int(1.2 * 2**30)
 
@@ -96,10 +96,15 @@ FITTED = {  # by whether the cache is fp8
 }
 
 
+def _room_of(resident: int) -> Room:
+    return Room(SMS, AT_ONCE[resident]) if resident in AT_ONCE else Room.of(SMS, resident)
+
+
 @dataclass(frozen=True)
 class Launch:
     """What cut_model.cpp simulates of one launch."""
 
+    resident: int  # blocks an SM
     splits: int
     first_part: np.ndarray  # int32 [clusters + 1]
     kilobytes: np.ndarray  # float64 [parts]
@@ -123,10 +128,9 @@ class CutModel:
         blocks = Blocks.of(spec)
         pages = [-(-length // spec.page_size) for length in lengths]
         kv_indptr = [0, *np.cumsum(pages).tolist()]
-        room = Room(SMS, AT_ONCE) if blocks.resident == 3 else None
-        heads, shape, choice = cut_of(
-            self.cuts, spec, len(lengths), int(kv_indptr[-1] * padding), SMS, room=room
-        )
+        listed = int(kv_indptr[-1] * padding)
+        settled = choose_launch(self.cuts, spec, len(lengths), listed, SMS, room_of=_room_of)
+        shape, choice = settled.shape, settled.choice
         visits = self.cuts.visits(shape, choice, kv_indptr, lengths)
         rows = visits.rows[visits.rows[:, COUNT] > 0]
         if choice.uncut:
@@ -135,7 +139,7 @@ class CutModel:
             numbers = choice.cut.even_parts * len(lengths) if visits.even else choice.cut.numbers
         size = max(numbers, choice.clusters)
         kilobytes, request = np.full(size, -1.0), np.full(size, -1)
-        row_bytes = 2 * spec.head_dim * (1 if spec.is_fp8 else 2) * heads
+        row_bytes = 2 * spec.head_dim * (1 if spec.is_fp8 else 2) * shape.heads
         tokens = (rows[:, END] - rows[:, BEGIN]) * blocks.tile_tokens
         kilobytes[rows[:, NUMBER]] = tokens * row_bytes / 1024 / choice.splits
         request[rows[:, NUMBER]] = np.where(rows[:, COUNT] > 1, rows[:, REQUEST], -1)
@@ -147,6 +151,7 @@ class CutModel:
         cut = [np.where(request[n] >= 0, request[n] + unit * len(lengths), -1) for n in own for unit in units]
         sizes = np.repeat([len(n) for n in own], shape.units)
         return Launch(
+            settled.resident,
             choice.splits,
             np.r_[0, np.cumsum(sizes)].astype(np.int32),
             np.concatenate([kilobytes[n] for n in own for _ in units]),
@@ -154,7 +159,7 @@ class CutModel:
             np.tile(parts_of, shape.units).astype(np.int32),
         )
 
-    def micros(self, launch: Launch, parameters: Parameters, resident: int = 3) -> float:
+    def micros(self, launch: Launch, parameters: Parameters) -> float:
         """Predicted microseconds of a launch, L2 cold."""
 
         def place(array: np.ndarray) -> ctypes.c_void_p:
@@ -163,7 +168,7 @@ class CutModel:
         return self._library.simulate(
             ctypes.byref(parameters),
             SMS,
-            resident,
+            launch.resident,
             launch.splits,
             len(launch.first_part) - 1,
             place(launch.first_part),
@@ -175,7 +180,7 @@ class CutModel:
 
     def predict(self, spec: DecodeSpec, lengths: tuple[int, ...], padding: float = 1.0) -> float:
         """Microseconds of a decode step over requests of these lengths."""
-        return self.micros(self.launch(spec, lengths, padding), FITTED[spec.is_fp8], Blocks.of(spec).resident)
+        return self.micros(self.launch(spec, lengths, padding), FITTED[spec.is_fp8])
 
 
 def measured() -> list[tuple[Case, float]]:

@@ -28,8 +28,14 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "kMostEvenParts": ("16", "64"),
     "kWaves10": ("15", "40"),
     "kWaveTokens": ("512", "2048"),
+    "kUneven10": ("0", "30"),
     # Parts of uneven ones.
-    "kTailTokens": ("256", "1024"),
+    "kFairTiles": ("0", "1", "4"),
+    "kTailTokens": ("512", "1024"),
+    "kPairTailTokens": ("256", "1024"),
+    "kPairSlots": ("12288", "49152"),
+    "kSpareParts": ("1", "6"),
+    "kSpare100": ("30", "60"),
     "kTailHalvings": ("0", "1", "2", "4"),
 }
 
@@ -56,11 +62,11 @@ def _block(warps: str, stages: str, resident: str) -> list[Edit]:
 
 
 _RUN = "TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<kByShapes>);"
-_PAIRS, _PAIRS_AT_ONCE = "items > room.clusters[0] &&", "items <= int64_t{4} * room.workers;"
-_PAIRS_NEVER: Edit = ("choose.h", _PAIRS, "false &&")
-_PAIR_TYPES = "if constexpr (kIsFp8 && kGroupCuts == 1)"
+_WIDTH = "  if (invariant_tokens > 0 || s.units % 2 != 0) return {1, false};\n"
+_PAIRS_NEVER: Edit = ("choose.h", _WIDTH, "  if (true) return {1, false};\n")
+_PAIRS_ALWAYS: Edit = ("choose.h", _WIDTH, f"{_WIDTH}  if (true) return {{2, items > 2 * few}};\n")
 _LOOPS_IF = "if (small && !waves)"
-_LOOPS = "clusters = std::max(parts * s.batch, std::min(at_once / s.units, numbers));"
+_LOOPS = "clusters = std::max(parts * s.batch, std::min<int64_t>(at_once / s.units, cut.numbers));"
 
 # Rows of any pages with fewer instructions: the row's mark travels with its place, and one multiply-add makes
 # the address.
@@ -102,61 +108,6 @@ _SHORT_BLOCKS: list[Edit] = [
 ]
 
 
-def _long_waves(tenths: int, tokens: int) -> list[Edit]:
-    """Long even requests cut in parts of so many tokens at least, until they make so many waves."""
-    return [
-        (
-            "choose.h",
-            "  parts = std::max<int64_t>(parts, 1);\n",
-            f"  const int64_t wanted = ceil_div(at_once * {tenths}, items * 10);\n"
-            f"  if (!never_even) parts = std::max(parts, std::min(wanted, average / {tokens}));\n"
-            "  parts = std::max<int64_t>(parts, 1);\n",
-        )
-    ]
-
-
-# No more blocks an SM than a launch that does not fill the device needs: clusters spread over more SMs.
-_SPREAD: list[Edit] = [
-    (
-        "choose.h",
-        "  int32_t clusters[kMostSplits];  //",
-        "  int32_t spread[2][kMostSplits];\n  int32_t clusters[kMostSplits];  //",
-    ),
-    (
-        "kernel.cu",
-        "!allow_shared(cut, kBytes) || !allow_shared(uncut, kBytes) ||",
-        "!allow_shared(cut, kSharedBudget) || !allow_shared(uncut, kSharedBudget) ||",
-    ),
-    (
-        "kernel.cu",
-        "    if (status == cudaErrorInvalidClusterSize) {",
-        "    for (int few = 0; few < 2; ++few) {\n"
-        "      Launch<kHeads> spread(splits, 1, 1, nullptr);\n"
-        "      spread.config.dynamicSmemBytes = spread_bytes(few + 1);\n"
-        "      cudaOccupancyMaxActiveClusters(&room.spread[few][splits - 1], cut, &spread.config);\n"
-        "      cudaGetLastError();\n    }\n"
-        "    if (status == cudaErrorInvalidClusterSize) {",
-    ),
-    before(
-        "kernel.cu",
-        "template <int kHeads>\nbool ask_for_room",
-        "// Shared memory with which so few blocks fit an SM (228 KB; each has 1 KB beside its own).\n"
-        "constexpr size_t spread_bytes(int few) {\n"
-        "  return (228 * 1024 / (few + 1) + 1023) / 1024 * 1024;\n}\n\n",
-    ),
-    (
-        "kernel.cu",
-        "  void* arguments[] = {&p};\n",
-        "  void* arguments[] = {&p};\n"
-        "  const int64_t blocks = int64_t{choice.splits} * units * choice.clusters;\n"
-        "  for (int few = 2; few >= 1 && choice.splits > 1; --few) {\n"
-        "    if (units * choice.clusters <= room.spread[few - 1][choice.splits - 1] &&\n"
-        "        blocks <= int64_t{few} * room.workers) {\n"
-        "      launch.config.dynamicSmemBytes = std::max(sizeof(BlockShared<kHeads>), spread_bytes(few));\n"
-        "    }\n  }\n",
-    ),
-]
-
 _NAMED: dict[str, list[Edit]] = {
     "base": [],
     # What the launch alone takes: nothing is computed.
@@ -170,14 +121,12 @@ _NAMED: dict[str, list[Edit]] = {
         ("choose.h", _LOOPS_IF, "if (true)"),
         ("choose.h", _LOOPS, "clusters = std::min(clusters, std::max<int64_t>(at_once / s.units, 1));"),
     ],
-    # Two KV heads a block: in no batch; in every fp8 one; where fp8 has them, in 16 bits too.
+    # Two KV heads a block: in no batch; in every one with an even number of them; as many as fit an SM.
     "pairs never": [_PAIRS_NEVER],
-    "pairs always": [("choose.h", _PAIRS, ""), ("choose.h", _PAIRS_AT_ONCE, "items > 0;")],
-    "pairs of 16 bits": [("kernel.cu", _PAIR_TYPES, "if constexpr (kGroupCuts == 1)")],
-    "long waves 60": _long_waves(60, 4096),
-    "long waves 100": _long_waves(100, 4096),
-    "long waves 100 of 8192": _long_waves(100, 8192),
-    "spread": _SPREAD,
+    "pairs always": [_PAIRS_ALWAYS],
+    "many pairs": [("choose.h", "Width{2, items > 2 * few}", "Width{2, false}")],
+    "pairs of large batches": [("choose.h", "window || large ?", "(window && large) || large ?")],
+    "pairs of 16 bits": [("tuning.cuh", "kRowBytes <= 128;", "kWarps == 4;")],
     "2 warps": _block("2", "2", "6"),
     "3 warps": [*_block("3", "2", "4"), _PAIRS_NEVER],
     "8 warps": _block("8", "2", "1"),

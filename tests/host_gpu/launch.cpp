@@ -9,7 +9,7 @@ namespace host_gpu {
 
 // What a test wants instead of what shapes settle, so that small problems are cut in many ways. 0: as chosen.
 struct Forced {
-  int32_t splits, clusters, even_parts, part_tokens, tail_slot, tail_scale, most_scale;
+  int32_t splits, clusters, even_parts, part_tokens, tail_slot, tail_scale, least_64ths;
   int32_t is_even;   // 1: whatever the lengths; -1: never
   int32_t is_uncut;  // 1: yes, where the launcher allows it; -1: no
 };
@@ -25,20 +25,18 @@ Choice choose(const Shape& s, const DeviceRoom& room, int64_t invariant_tokens, 
   if (forced.part_tokens != 0) cut.part_tokens = forced.part_tokens;
   cut.tail_slot = forced.tail_slot != 0 ? forced.tail_slot : kNoTail;
   cut.tail_scale = forced.tail_scale;
-  cut.most_scale = forced.most_scale;
+  cut.least_share = forced.least_64ths != 0 ? forced.least_64ths / 64.0f : 1.0f;
+  cut.least_even_tokens = cut.whole_tokens = cut.whole_pages = 0;
   if (forced.is_even != 0) cut.even_pages = forced.is_even > 0 ? INT32_MAX : -1;
   choice.uncut = forced.is_uncut > 0 ? may_stay_uncut : choice.uncut && forced.is_uncut == 0;
   // What follows from these, by the contract of cut.h.
   const int64_t slots = s.num_kv_indices * s.page_size;
-  const bool always_even = cut.even_pages == INT32_MAX;
   const int64_t even_numbers = cut.even_pages < 0 ? 0 : cut.even_parts * s.batch;
   cut.even_tokens =
       static_cast<int32_t>(std::max<int64_t>(ceil_div(ceil_div(slots, s.batch), cut.even_parts), 1));
   cut.by_part_tokens = divisor_of(cut.part_tokens);
   cut.by_warps = divisor_of(s.block_tokens / s.tile_tokens * choice.splits);
-  const int64_t cells = count_cells(cut, slots);
-  cut.numbers = static_cast<int32_t>(always_even ? even_numbers : s.batch + cells - 1);
-  cut.places = static_cast<int32_t>(std::max(even_numbers, always_even ? 0 : 2 * cells));
+  count_places(s, cut);
   choice.clusters =
       static_cast<int32_t>(choice.uncut           ? s.batch
                            : forced.clusters != 0 ? forced.clusters
@@ -67,6 +65,7 @@ struct Report {
   int32_t numbers, places;          // of a unit
   int32_t places_written;           // of all units
   int32_t counters_left;            // not zero after the launch
+  int32_t block_bytes;              // of shared memory
 };
 
 // How a launch runs.
@@ -243,6 +242,7 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* function, voi
   report.splits = static_cast<int32_t>(config.gridDim.x);
   report.units = static_cast<int32_t>(config.gridDim.y);
   report.clusters = static_cast<int32_t>(config.gridDim.z);
+  report.block_bytes = static_cast<int32_t>(config.dynamicSmemBytes);
   report.numbers = params.cut.numbers;
   report.places = params.cut.places;
   if (config.numAttrs != 1 || config.attrs[0].val.clusterDim.x != config.gridDim.x ||
@@ -278,11 +278,12 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* function, voi
 // For find_requests: the numbers, and the request that each of them finds.
 const int32_t* numbers;
 int32_t* found;
-int32_t num_numbers, scale;
+int32_t num_numbers;
+Fit fit;
 
 void find_all(DecodeParams p) {
   for (int32_t i = 0; i < num_numbers; ++i) {
-    const int32_t request = find_request(p, numbers[i], p.num_kv_indices, scale);
+    const int32_t request = find_request(p, numbers[i], p.num_kv_indices, fit);
     if (threadIdx.x == 0) found[i] = request;
     if (__any_sync(kAllLanes, request != __shfl_sync(kAllLanes, request, 0))) fault = "lanes disagree";
   }
@@ -316,16 +317,21 @@ const char* launch(DecodeParams* p, int32_t device, const Forced* wanted, const 
   return !fault.empty() ? fault.c_str() : error;
 }
 
-// find.cuh's answer for each number, of a unit whose parts have `part_tokens` >> `halvings`, or half of that
-// from `tail_slot` on.
-const char* find_requests(const DecodeParams* p, int32_t part_tokens, int32_t tail_slot, int32_t halvings,
-                          int32_t count, const int32_t* asked, int32_t* requests) {
+// find.cuh's answer for each number, of a unit whose parts have `part_tokens` x share, or half of that from
+// `tail_slot` x share on; and the first number of each request and of the end.
+const char* find_requests(const DecodeParams* p, int32_t part_tokens, int32_t tail_slot, int32_t share_64ths,
+                          int32_t count, const int32_t* asked, int32_t* requests, int32_t* begins) {
   params = *p;
-  scale = halvings;
+  params.cut.even_pages = -1;
   params.cut.part_tokens = part_tokens;
   params.cut.tail_slot = tail_slot;
   params.cut.tail_scale = 1;
   params.cut.by_part_tokens = divisor_of(part_tokens);
+  params.cut.least_share = 0;
+  fit = fit_lengths(params.cut, share_64ths, 64);
+  for (int32_t r = 0; r <= params.batch; ++r) {
+    begins[r] = uneven_number(fit, 1, r, params.kv_indptr[r] * params.page_size);
+  }
   numbers = asked;
   found = requests;
   num_numbers = count;

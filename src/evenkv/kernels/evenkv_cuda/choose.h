@@ -18,6 +18,13 @@ struct Shape {
   int64_t batch, page_size, num_kv_indices;
   int64_t block_tokens;  // a tile for each warp of a block
   int64_t tile_tokens;
+  int64_t heads;  // KV heads of a unit: 1 or 2
+};
+
+// What a block takes of a batch.
+struct Width {
+  int32_t heads;  // KV heads
+  bool few;       // an SM takes kFewBlocks such blocks at most, however many would fit
 };
 
 struct Choice {
@@ -43,25 +50,52 @@ constexpr int64_t kMostEvenParts = 32;  // more are added up too slowly: larger 
 constexpr int64_t kEvenBlocks = 2;
 // More items than run at once: cut in as many parts as make this many waves (tenths), if they keep some
 // length. Few waves end with SMs that hold one block, which alone does not use an SM's bandwidth.
-constexpr int64_t kWaves10 = 25, kWaveTokens = 1024;
+// A last wave of kFullWave10 tenths is as good as a full one.
+constexpr int64_t kWaves10 = 25, kFullWave10 = 9, kWaveTokens = 1024;
+// Fewer waves than this (tenths), the last not full, of requests of some length: uneven parts, some of which
+// are short, even of even requests.
+constexpr int64_t kUneven10 = 20;
 // A batch whose longest request has no more than this many hundredths of the average counts as even.
 constexpr int64_t kEven100 = 125;
 // A scan over more requests than this for the longest costs more than it gains.
 constexpr int64_t kMostScanned = 1024;
-// Uneven parts: what a cluster would get of the batch, at least kEvenTiles; half of the slots, those that
-// come last, in parts of an eighth if that leaves some length, so that those that end late do not end much
-// later than others. A part's begin and end cost some 5 us.
-constexpr int64_t kTailTokens = 512;
+// Uneven parts: what a cluster would get of the batch and kFairTiles tiles a warp, since a part's begin and
+// end cost some 5 us; half of the slots, those that come last, in parts of an eighth if that leaves some
+// length (less where there are more requests than run at once, and in pairs of heads), so that those that end
+// late do not end much later than others.
+constexpr int64_t kFairTiles = 2, kTailTokens = 768, kWaveTailTokens = 512, kPairTailTokens = 544;
 constexpr int32_t kTailHalvings = 3;
+// Uneven requests of a small batch are cut in parts that all run at once, in clusters that leave room for
+// this many parts more than requests, or for so many hundredths of the batch.
+constexpr int64_t kSpareParts = 3, kSpare100 = 10;
+
+// Blocks an SM of pairs of heads that do not all run at once: a third one would leave a last wave in which
+// many SMs hold one block.
+constexpr int64_t kFewBlocks = 2;
+// A batch of so many slots of all KV heads an SM is read faster in pairs.
+constexpr int64_t kPairSlots = 24576;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Cells of a unit, however lengths are halved. Then a tail begins up to a tile earlier, of cells that are
-// shorter.
+// Cells of a unit, whatever share of kv_indices is counted. Shorter cells cost a tail that begins a tile
+// early more numbers.
 inline int64_t count_cells(const Cut& cut, int64_t slots) {
-  const int64_t cells = cell_of(cut, static_cast<int32_t>(slots), 0) + 1;
+  const int64_t cells = cell_of(fit_lengths(cut, 1, 1), cut.tail_scale, static_cast<int32_t>(slots)) + 1;
   if (cut.tail_scale == 0) return cells;
-  return cells + ((kMostTileTokens + int64_t{1}) << (cut.most_scale + cut.tail_scale)) / cut.part_tokens + 1;
+  const double shortest = static_cast<double>(cut.part_tokens) * cut.least_share / (1 << cut.tail_scale);
+  return cells + static_cast<int64_t>((kMostTileTokens + 1) / shortest) + 1;
+}
+
+// What follows from a cut's parts and its tail: numbers, and places of partials (none where every request is
+// one part).
+inline void count_places(const Shape& s, Cut& cut) {
+  const int64_t slots = s.num_kv_indices * s.page_size, cells = count_cells(cut, slots);
+  const int64_t even = cut.even_pages < 0 ? 0 : cut.even_parts * s.batch;
+  const bool always_even = cut.even_pages == INT32_MAX;
+  int64_t places = cut.even_parts > 1 ? even : 0;
+  if (!always_even && (slots > cut.part_tokens || cut.tail_scale > 0)) places = std::max(places, 2 * cells);
+  cut.numbers = static_cast<int32_t>(always_even ? even : s.batch + cells - 1);
+  cut.places = static_cast<int32_t>(places);
 }
 
 inline int32_t choose_splits(const Shape& s, const DeviceRoom& room, int64_t average, bool small) {
@@ -76,14 +110,39 @@ inline int32_t choose_splits(const Shape& s, const DeviceRoom& room, int64_t ave
   return splits;
 }
 
-// Whether a block takes two KV heads: rows of one fp8 head are short for DRAM, and two heads' rows lie side
-// by side. Where the batch then runs at once and else would not. Batch-invariant bits must not depend on the
-// batch's size.
-inline bool take_pairs(int64_t num_kv_heads, int64_t batch, int64_t invariant_tokens,
-                       const DeviceRoom& room) {
-  const int64_t items = num_kv_heads * batch;
-  return invariant_tokens == 0 && num_kv_heads % 2 == 0 && items > room.clusters[0] &&
-         items <= int64_t{4} * room.workers;
+// Blocks that may take two KV heads, whose short rows lie side by side, do so where single heads do not all
+// run at once and pairs do, and in large batches. Batch-invariant bits must not depend on the batch's size.
+// `s` and `room` are those of single heads.
+inline Width choose_width(const Shape& s, const DeviceRoom& room, int64_t invariant_tokens) {
+  const int64_t items = s.units * s.batch, few = kFewBlocks * room.workers;
+  if (invariant_tokens > 0 || s.units % 2 != 0) return {1, false};
+  const bool window = items > room.clusters[0] && items <= 2 * few;
+  const bool large = s.units * s.num_kv_indices * s.page_size >= room.workers * kPairSlots;
+  return window || large ? Width{2, items > 2 * few} : Width{1, false};
+}
+
+// Whether whole requests make waves of which the last one is nearly full.
+inline bool ends_full(int64_t items, int64_t at_once) {
+  return items % at_once == 0 || items % at_once * 10 >= at_once * kFullWave10;
+}
+
+// Parts of an even request, in clusters of `splits` blocks.
+inline int64_t choose_even_parts(const Shape& s, const DeviceRoom& room, int64_t average, int32_t splits) {
+  const int64_t items = s.units * s.batch, step = s.block_tokens * splits;
+  const int64_t at_once = std::max(room.clusters[splits - 1], 1);
+  int64_t parts = 1;
+  if (items <= at_once) {
+    if (average > kUncutTiles * step) {
+      const int64_t room_for = std::min(at_once, kEvenBlocks * room.workers / splits) / items;
+      // Where the device takes no larger clusters: more parts than that if they are long.
+      const bool largest = splits < kMostSplits && room.clusters[splits] == 0;
+      const int64_t most = largest ? std::max(kMostEvenParts, average / kWaveTokens) : kMostEvenParts;
+      parts = std::min({room_for, average / (kEvenTiles * step), most});
+    }
+  } else if (items * 10 < at_once * kWaves10 && !ends_full(items, at_once)) {
+    parts = std::min(ceil_div(at_once * kWaves10, items * 10), average / kWaveTokens);
+  }
+  return std::max<int64_t>(parts, 1);
 }
 
 // invariant_tokens: 0, or the part length of batch-invariant bits. may_stay_uncut: whether the choice may be
@@ -95,66 +154,76 @@ inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invaria
   const bool small = s.units * slots <= room.workers * kSmallSlots;
   Choice choice{};
   choice.splits = invariant_tokens > 0 ? 1 : choose_splits(s, room, average, small);
+  int64_t spare = 0;
+  if (small && invariant_tokens == 0 && s.batch > 1 && items <= room.clusters[0] &&
+      slots > kWorstTiles * s.block_tokens * choice.splits) {
+    const int64_t wanted = std::max(kSpareParts, s.batch * kSpare100 / 100);
+    int32_t splits = choice.splits;
+    const auto left = [&] { return room.clusters[splits - 1] / s.units - s.batch; };
+    while (splits > 1 && left() < wanted) --splits;
+    if (left() >= wanted) {
+      choice.splits = splits;
+      spare = left();
+    }
+  }
   const int64_t step = s.block_tokens * choice.splits,
                 at_once = std::max(room.clusters[choice.splits - 1], 1);
   const bool waves = items > at_once;
   Cut& cut = choice.cut;
 
   const bool never_even = invariant_tokens > 0 || s.batch > kMostScanned;
-  int64_t parts = 1;
-  if (never_even) {
-    // Uneven parts do.
-  } else if (!waves) {
-    if (average > kUncutTiles * step) {
-      const int64_t room_for = std::min(at_once, kEvenBlocks * room.workers / choice.splits) / items;
-      parts = std::min(room_for, average / (kEvenTiles * step));
-    }
-  } else if (items * 10 < at_once * kWaves10) {
-    parts = std::min(ceil_div(at_once * kWaves10, items * 10), average / kWaveTokens);
-  }
-  parts = std::max<int64_t>(parts, 1);
+  const bool few_waves =
+      waves && average >= kWaveTokens && items * 10 < at_once * kUneven10 && !ends_full(items, at_once);
+  const int64_t parts = never_even || few_waves ? 1 : choose_even_parts(s, room, average, choice.splits);
   cut.even_parts = static_cast<int32_t>(parts);
   cut.even_tokens = static_cast<int32_t>(ceil_div(average, parts));
   cut.even_pages = static_cast<int32_t>(never_even     ? -1
                                         : s.batch == 1 ? INT32_MAX
+                                        : few_waves    ? 0  // none but a falling kv_indptr's
                                                        : average * kEven100 / 100 / s.page_size);
+
+  // Nor is a request cut that even ones of its length would not be, where all requests run at once.
+  cut.whole_tokens = static_cast<int32_t>(invariant_tokens > 0 || waves ? 0 : kUncutTiles * step);
+  cut.whole_pages = static_cast<int32_t>(cut.whole_tokens / s.page_size);
+  if (!never_even) cut.even_pages = std::max(cut.even_pages, cut.whole_pages);
 
   const int64_t least = kEvenTiles * step;
   const int64_t fair = s.units * slots / at_once;  // tokens
-  const int64_t most = invariant_tokens > 0 ? invariant_tokens : std::min(std::max(fair, least), slots);
+  int64_t most = invariant_tokens > 0 ? invariant_tokens
+                                      : std::min(std::max(fair + kFairTiles * s.block_tokens, least), slots);
+  if (spare > 0) most = std::min(std::max(least, ceil_div(slots, spare)), slots);
   cut.part_tokens = static_cast<int32_t>(ceil_div(std::max<int64_t>(most, 1), s.tile_tokens) * s.tile_tokens);
   cut.tail_slot = kNoTail;
   const int64_t tail_slot = slots / 2 / cut.part_tokens * cut.part_tokens;
   // Small problems are over when their longest part is.
   if (invariant_tokens == 0 && tail_slot > 0 && (waves || !small)) {
-    const int64_t shortest = std::max(kTailTokens, least);
-    while (cut.tail_scale < kTailHalvings && cut.part_tokens >> (cut.tail_scale + 1) >= shortest)
+    const int64_t enough = std::max(s.heads > 1 ? kPairTailTokens
+                                    : waves     ? kWaveTailTokens
+                                                : kTailTokens,
+                                    least);
+    while (cut.tail_scale < kTailHalvings && cut.part_tokens >> (cut.tail_scale + 1) >= enough)
       ++cut.tail_scale;
     if (cut.tail_scale > 0) cut.tail_slot = static_cast<int32_t>(tail_slot);
   }
-  // Lengths may be far below what kv_indices could hold, but no part gets less than its two tiles a warp.
-  int64_t halved = cut.part_tokens >> cut.tail_scale;
-  if (parts > 1) halved = std::min<int64_t>(halved, cut.even_tokens);
-  while (invariant_tokens == 0 && halved >> (cut.most_scale + 1) >= least) ++cut.most_scale;
+  // kv_indptr may count far less than kv_indices lists, but no part gets less than its two tiles a warp.
+  int64_t shortest = cut.part_tokens >> cut.tail_scale;
+  if (parts > 1) shortest = std::min<int64_t>(shortest, cut.even_tokens);
+  cut.least_share = invariant_tokens > 0 || shortest <= least ? 1.0f : static_cast<float>(least) / shortest;
+  cut.least_even_tokens =
+      static_cast<int32_t>(std::min<int64_t>(cut.even_tokens, waves ? kWaveTokens : least));
   cut.by_part_tokens = divisor_of(cut.part_tokens);
   cut.by_warps = divisor_of(step / s.tile_tokens);
   const bool always_even = cut.even_pages == INT32_MAX;
-  const int64_t cells = count_cells(cut, slots);
-  const int64_t numbers = always_even ? parts : s.batch + cells - 1;
-  cut.numbers = static_cast<int32_t>(numbers);
+  count_places(s, cut);
 
   choice.uncut = may_stay_uncut && invariant_tokens == 0 && parts == 1 && !waves &&
                  (always_even || slots <= kWorstTiles * step);
-  int64_t clusters = std::max(never_even ? 1 : parts * s.batch, numbers);
+  int64_t clusters = std::max<int64_t>(never_even ? 1 : parts * s.batch, cut.numbers);
   // Blocks of a small problem all start at once, and those without a part would be the last to leave.
-  if (small && !waves) clusters = std::max(parts * s.batch, std::min(at_once / s.units, numbers));
+  if (small && !waves)
+    clusters = std::max(parts * s.batch, std::min<int64_t>(at_once / s.units, cut.numbers));
   choice.clusters = static_cast<int32_t>(choice.uncut ? s.batch : std::min<int64_t>(clusters, 65535));
-  int64_t places = 0;
-  if (!choice.uncut) {
-    if (parts > 1) places = parts * s.batch;
-    if (!always_even && slots > cut.part_tokens) places = std::max(places, 2 * cells);
-  }
-  cut.places = static_cast<int32_t>(places);
+  if (choice.uncut) cut.places = 0;
   return choice;
 }
 

@@ -13,12 +13,13 @@
 // nobody's.
 //
 // Shapes speak of kv_indices, which may be longer than kv_indptr counts (as in the buffers of a captured
-// graph). Then lengths in tokens shrink by a power of two (scale_of).
+// graph). Then all lengths shrink to the share that is counted (fit_lengths).
 //
 // Boundaries depend on lengths and shapes, never on who computes a part: the bits stay the same.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #if defined(__CUDACC__)
 #define EVENKV_UNROLL_NOT _Pragma("unroll 1")
@@ -50,6 +51,42 @@ EVENKV_HOST_DEVICE int32_t divide(uint32_t x, const Divisor& d, int32_t scale = 
   return static_cast<int32_t>(static_cast<uint64_t>(x) * d.multiplier >> (d.shift - scale));
 }
 
+EVENKV_HOST_DEVICE uint32_t bits_of(float x) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+#endif
+}
+
+EVENKV_HOST_DEVICE float float_of(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+#endif
+}
+
+EVENKV_HOST_DEVICE float quotient(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(a, b);
+#else
+  return a / b;
+#endif
+}
+
+// Division by a share (0 < share < 1) of what d divides by: about, and never by less.
+EVENKV_HOST_DEVICE Divisor shrink(const Divisor& d, float share) {
+  const float slope = quotient(static_cast<float>(d.multiplier), share) * (1.0f - 0x1p-20f);
+  const int32_t halvings = static_cast<int32_t>(bits_of(slope) >> 23) - (127 + 30);  // to below 2^31
+  const float factor = float_of(static_cast<uint32_t>(127 - halvings) << 23);
+  return {static_cast<uint32_t>(slope * factor), d.shift - halvings};
+}
+
 constexpr int32_t kNoTail = INT32_MAX;
 constexpr int32_t kMostTileTokens = 32;  // of any specialisation
 
@@ -61,10 +98,12 @@ struct Cut {
   int32_t tail_slot;    // from here on parts are shorter; kNoTail: nowhere
   int32_t tail_scale;   // by so many halvings
   Divisor by_part_tokens;
-  Divisor by_warps;    // warps of a cluster that share a part's tiles
-  int32_t most_scale;  // halvings that leave parts long enough
-  int32_t numbers;     // of a unit, where uneven
-  int32_t places;      // scratch partials of a unit
+  Divisor by_warps;                   // warps of a cluster that share a part's tiles
+  float least_share;                  // of all lengths, that leaves parts long enough
+  int32_t numbers;                    // of a unit, where uneven
+  int32_t places;                     // scratch partials of a unit
+  int32_t least_even_tokens;          // of such a part, however few tokens are counted
+  int32_t whole_tokens, whole_pages;  // a request of no more is one part; 0: as cells have it
 };
 
 // A part of a request. `count` parts make up the request.
@@ -72,7 +111,6 @@ struct Part {
   int32_t request, index, count;
   int32_t first;  // where the request's partials begin, and what counts their arrivals
   bool even;
-  int32_t scale;
   int32_t late,
       early_tiles;  // how many of the parts lie in the tail, and the tiles before it, if there are any
 
@@ -83,18 +121,33 @@ struct Part {
   }
 };
 
-// How often lengths are halved where kv_indptr counts `pages` of the `listed` ones.
-EVENKV_HOST_DEVICE int32_t scale_of(const Cut& cut, int32_t pages, int32_t listed) {
-  int32_t scale = 0;
-  EVENKV_UNROLL_NOT
-  while (scale < cut.most_scale && pages <= listed >> (scale + 1)) ++scale;
-  return scale;
+// A cut's lengths where kv_indptr counts only a share of kv_indices.
+struct Fit {
+  int32_t even_pages, even_tokens, tail_slot;
+  Divisor by_part_tokens;
+};
+
+EVENKV_HOST_DEVICE Fit fit_lengths(const Cut& cut, int32_t pages, int32_t listed) {
+  Fit fit = {cut.even_pages, cut.even_tokens, cut.tail_slot, cut.by_part_tokens};
+  if (pages >= listed) return fit;
+  const float counted = quotient(static_cast<float>(pages), static_cast<float>(listed));
+  if (cut.even_pages >= 0 && cut.even_pages != INT32_MAX) {
+    fit.even_pages = static_cast<int32_t>(static_cast<float>(cut.even_pages) * counted);
+    if (fit.even_pages < cut.whole_pages) fit.even_pages = cut.whole_pages;
+  }
+  const float share = counted > cut.least_share ? counted : cut.least_share;
+  if (share >= 1.0f) return fit;
+  fit.even_tokens = static_cast<int32_t>(static_cast<float>(cut.even_tokens) * share) + 1;
+  if (fit.even_tokens < cut.least_even_tokens) fit.even_tokens = cut.least_even_tokens;
+  if (cut.tail_slot != kNoTail) {
+    fit.tail_slot = static_cast<int32_t>(static_cast<float>(cut.tail_slot) * share);
+  }
+  fit.by_part_tokens = shrink(cut.by_part_tokens, share);
+  return fit;
 }
 
 // `longest`: pages of the longest request.
-EVENKV_HOST_DEVICE bool is_even(const Cut& cut, int32_t longest, int32_t scale) {
-  return longest <= cut.even_pages >> scale;
-}
+EVENKV_HOST_DEVICE bool is_even(const Fit& fit, int32_t longest) { return longest <= fit.even_pages; }
 
 // Numbers of one unit.
 EVENKV_HOST_DEVICE int32_t numbers_of(const Cut& cut, bool even, int32_t batch) {
@@ -102,45 +155,49 @@ EVENKV_HOST_DEVICE int32_t numbers_of(const Cut& cut, bool even, int32_t batch) 
 }
 
 // The cell of a slot of the unit. The tail's begin a tile early: requests go over to it by whole tiles.
-EVENKV_HOST_DEVICE int32_t cell_of(const Cut& cut, int32_t slot, int32_t scale) {
-  const int32_t tail = cut.tail_slot >> scale;
-  if (slot < tail) return divide(slot, cut.by_part_tokens, scale);
-  return divide(tail - 1, cut.by_part_tokens, scale) + 1 +
-         divide(slot - tail + kMostTileTokens, cut.by_part_tokens, scale + cut.tail_scale);
+EVENKV_HOST_DEVICE int32_t cell_of(const Fit& fit, int32_t tail_scale, int32_t slot) {
+  if (slot < fit.tail_slot) return divide(slot, fit.by_part_tokens);
+  return divide(fit.tail_slot - 1, fit.by_part_tokens) + 1 +
+         divide(slot - fit.tail_slot + kMostTileTokens, fit.by_part_tokens, tail_scale);
 }
 
 // The first number of a request that begins at `slot` of the unit; batch stands for the end.
-EVENKV_HOST_DEVICE int32_t uneven_number(const Cut& cut, int32_t request, int32_t slot, int32_t scale) {
-  return cell_of(cut, slot, scale) + request;
+EVENKV_HOST_DEVICE int32_t uneven_number(const Fit& fit, int32_t tail_scale, int32_t request, int32_t slot) {
+  return cell_of(fit, tail_scale, slot) + request;
 }
 
 // Fills in index, count, first, late and early_tiles: part `number` of the unit, of a request of `length`
 // tokens from `slot` on. The number may be nobody's: see is_own. A request without tokens has no parts.
-EVENKV_HOST_DEVICE void find_part(const Cut& cut, int32_t number, int32_t slot, int32_t length,
-                                  int32_t tile_tokens, Part& part) {
+EVENKV_HOST_DEVICE void find_part(const Cut& cut, const Fit& fit, int32_t number, int32_t slot,
+                                  int32_t length, int32_t tile_tokens, Part& part) {
   part.late = 0;
+  const bool whole = length <= cut.whole_tokens;
   if (part.even) {
     part.first = part.request * cut.even_parts;
     part.index = number - part.first;
     part.count = length > 0 ? 1 : 0;
-    if (cut.even_parts > 1) {
-      const int32_t tokens = cut.even_tokens >> part.scale;
+    if (cut.even_parts > 1 && !whole) {
+      const int32_t tokens = fit.even_tokens;
       const int32_t count = static_cast<int32_t>(static_cast<uint32_t>(length + tokens - 1) / tokens);
       part.count = count < cut.even_parts ? count : cut.even_parts;
     }
   } else {
-    part.first = cell_of(cut, slot, part.scale);
+    part.first = cell_of(fit, cut.tail_scale, slot);
     part.index = number - part.request - part.first;
-    const int32_t tail = cut.tail_slot >> part.scale;
     int32_t early = length;  // tokens before the tail, in whole tiles
-    if (length > 0 && tail - slot < length) {
-      part.early_tiles = tail > slot ? (tail - slot) / tile_tokens : 0;
+    if (whole) {
+      part.count = length > 0 ? 1 : 0;
+      return;
+    }
+    if (length > 0 && fit.tail_slot - slot < length) {
+      part.early_tiles = fit.tail_slot > slot ? (fit.tail_slot - slot) / tile_tokens : 0;
       early = part.early_tiles * tile_tokens;
-      const int32_t scale = part.scale + cut.tail_scale;
-      part.late = divide(length - early + (cut.part_tokens >> (scale + 1)), cut.by_part_tokens, scale);
+      // Rounded to the nearest: twice the quotient, one more, half of that.
+      const uint32_t late = length - early;
+      part.late = (divide(late, fit.by_part_tokens, cut.tail_scale + 1) + 1) >> 1;
       if (part.late == 0) part.late = 1;
     }
-    part.count = part.late + (early > 0 ? divide(early - 1, cut.by_part_tokens, part.scale) + 1 : 0);
+    part.count = part.late + (early > 0 ? divide(early - 1, fit.by_part_tokens) + 1 : 0);
   }
 }
 

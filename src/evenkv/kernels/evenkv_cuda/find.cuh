@@ -6,13 +6,14 @@
 namespace evenkv {
 
 // Pages of the longest request; 0 where kv_indptr falls: counted as even, every request is found and counters
-// return to zero (up to kMostScanned requests). Every lane returns the same value.
+// return to zero (not where nobody asks: batch-invariant bits, more than kMostScanned requests). Every lane
+// returns the same value.
 __device__ __forceinline__ int32_t longest_request(const DecodeParams& p) {
   int32_t longest = 0;
 #pragma unroll 4
   for (int32_t request = threadIdx.x & 31; request < p.batch; request += 32) {
-    const int32_t pages = __ldg(p.kv_indptr + request + 1) - __ldg(p.kv_indptr + request);
-    longest = max(longest, pages < 0 ? INT32_MAX : pages);
+    const int32_t begin = __ldg(p.kv_indptr + request), end = __ldg(p.kv_indptr + request + 1);
+    longest = max(longest, end < begin ? INT32_MAX : end - begin);
   }
   longest = static_cast<int32_t>(__reduce_max_sync(kAllLanes, static_cast<uint32_t>(longest)));
   return longest == INT32_MAX ? 0 : longest;
@@ -27,11 +28,11 @@ __device__ __forceinline__ int32_t listed_slot(const DecodeParams& p, int32_t pa
 // 255 requests take one trip to memory. Every lane returns the same value. Apart from the kernel's own code:
 // a launch finds its instructions cold, and small problems must not step over these.
 __device__ __noinline__ int32_t find_request(const DecodeParams& p, int32_t number, int32_t listed,
-                                             int32_t scale) {
+                                             const Fit fit) {
   const int lane = threadIdx.x & 31;
   const auto begins_by = [&](int32_t request) {
-    return uneven_number(p.cut, request, listed_slot(p, __ldg(p.kv_indptr + request), listed), scale) <=
-           number;
+    return uneven_number(fit, p.cut.tail_scale, request,
+                         listed_slot(p, __ldg(p.kv_indptr + request), listed)) <= number;
   };
   int32_t low = 0, high = p.batch + 1;  // the count of entries that begin by then lies in [low, high]
 #pragma unroll 1

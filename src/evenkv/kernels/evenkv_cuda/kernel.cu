@@ -11,17 +11,25 @@ namespace {
 
 using Kernel = void (*)(DecodeParams);
 
+// Shared memory of a block: what it uses, or more where no more than kFewBlocks shall fit an SM (which has
+// 1 KB more than a block can have, and takes 1 KB for each).
+template <int kHeads>
+constexpr size_t shared_bytes(bool few) {
+  constexpr size_t kOwn = sizeof(BlockShared<kHeads>), kFew = (kSharedBudget + 1024) / (kFewBlocks + 1);
+  static_assert(kOwn <= kSharedBudget, "a block has more than an SM");
+  return few ? std::max(kOwn, kFew) : kOwn;
+}
+
 // A launch in clusters; a plain one where this build has code for devices without them.
 constexpr bool kHasClusters = oldest_architecture() >= 900;
-template <int kHeads>
 struct Launch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute cluster{};
 
-  Launch(int32_t splits, int32_t units, int32_t clusters, cudaStream_t stream) {
+  Launch(int32_t splits, int32_t units, int32_t clusters, size_t bytes, cudaStream_t stream) {
     config.gridDim = dim3(splits, units, clusters);
     config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = sizeof(BlockShared<kHeads>);
+    config.dynamicSmemBytes = bytes;
     config.stream = stream;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
@@ -31,19 +39,18 @@ struct Launch {
 };
 
 template <int kHeads>
-bool ask_for_room(DeviceRoom& room, int device) {
-  constexpr size_t kBytes = sizeof(BlockShared<kHeads>);
-  static_assert(kBytes <= kSharedBudget, "a block has more than an SM");
+bool ask_for_room(DeviceRoom& room, int device, size_t bytes) {
   const Kernel cut = decode_kernel<kHeads, false>, uncut = decode_kernel<kHeads, kHeads == 1>;
+  constexpr size_t kMost = shared_bytes<kHeads>(kHeads > 1);  // of all launches
   int32_t resident = 0;
-  if (!count_workers(room.workers, device) || !allow_shared(cut, kBytes) || !allow_shared(uncut, kBytes) ||
-      failed(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, cut, kThreads, kBytes),
+  if (!count_workers(room.workers, device) || !allow_shared(cut, kMost) || !allow_shared(uncut, kMost) ||
+      failed(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, cut, kThreads, bytes),
              "counting blocks")) {
     return false;
   }
   room.clusters[0] = resident * room.workers;
   for (int splits = 2; kHasClusters && splits <= kMostSplits; ++splits) {
-    const Launch<kHeads> trial(splits, 1, 1, nullptr);
+    const Launch trial(splits, 1, 1, bytes, nullptr);
     int32_t& clusters = room.clusters[splits - 1];
     const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, cut, &trial.config);
     if (status == cudaErrorInvalidClusterSize) {
@@ -56,18 +63,26 @@ bool ask_for_room(DeviceRoom& room, int device) {
   return true;
 }
 
-template <int kHeads>
+template <int kHeads, bool kFew>
 const DeviceRoom* room_on(int device) {
   static PerDevice<DeviceRoom> rooms;
-  return rooms.get(device, [device](DeviceRoom& room) { return ask_for_room<kHeads>(room, device); });
+  return rooms.get(device, [device](DeviceRoom& room) {
+    return ask_for_room<kHeads>(room, device, shared_bytes<kHeads>(kFew));
+  });
+}
+
+// What shapes say of a batch, of blocks that take so many KV heads.
+Shape shape_of(const DecodeParams& p, int64_t heads) {
+  return {p.num_kv_heads * kGroupCuts / heads, p.batch,     p.page_size, p.num_kv_indices,
+          kWarps / heads * kTileTokens,        kTileTokens, heads};
 }
 
 template <int kHeads>
-const char* launch(DecodeParams& p, const DeviceRoom& room, int device, cudaStream_t stream) {
-  const int32_t units = p.num_kv_heads * kGroupCuts / kHeads;
-  const Shape shape = {units,      p.batch, p.page_size, p.num_kv_indices, kWarps / kHeads * kTileTokens,
-                       kTileTokens};
-  const Choice choice = choose_cut(shape, room, p.invariant_tokens, p.always_cut == 0 && kHeads == 1);
+const char* launch(DecodeParams& p, const DeviceRoom* room, int device, bool few, cudaStream_t stream) {
+  if (room == nullptr) return message.c_str();
+  const Shape shape = shape_of(p, kHeads);
+  const int32_t units = static_cast<int32_t>(shape.units);
+  const Choice choice = choose_cut(shape, *room, p.invariant_tokens, p.always_cut == 0 && kHeads == 1);
   p.cut = choice.cut;
   if (const char* error = set_rows(p, kElementBytes)) return error;
   if (p.cut.places > 0) {
@@ -79,7 +94,7 @@ const char* launch(DecodeParams& p, const DeviceRoom& room, int device, cudaStre
     p.partials = scratch.partials;
     p.counters = scratch.counters;
   }
-  Launch<kHeads> launch(choice.splits, units, choice.clusters, stream);
+  Launch launch(choice.splits, units, choice.clusters, shared_bytes<kHeads>(few), stream);
   void* arguments[] = {&p};
   const Kernel kernel = choice.uncut ? decode_kernel<kHeads, kHeads == 1> : decode_kernel<kHeads, false>;
   const cudaError_t status =
@@ -92,16 +107,17 @@ const char* launch(DecodeParams& p, const DeviceRoom& room, int device, cudaStre
 const char* launch_decode(DecodeParams& p, int32_t device, void* stream) {
   if (p.batch == 0) return nullptr;
   const DeviceGuard guard(device);
-  const DeviceRoom* room = room_on<1>(device);
-  if (room == nullptr) return message.c_str();
-  if constexpr (kIsFp8 && kGroupCuts == 1) {
-    if (take_pairs(p.num_kv_heads, p.batch, p.invariant_tokens, *room)) {
-      const DeviceRoom* pairs = room_on<2>(device);
-      return pairs == nullptr ? message.c_str()
-                              : launch<2>(p, *pairs, device, static_cast<cudaStream_t>(stream));
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const DeviceRoom* room = room_on<1, false>(device);
+  if constexpr (kHasPairs) {
+    if (room == nullptr) return message.c_str();
+    const Width width = choose_width(shape_of(p, 1), *room, p.invariant_tokens);
+    if (width.heads == 2) {
+      const DeviceRoom* pairs = width.few ? room_on<2, true>(device) : room_on<2, false>(device);
+      return launch<2>(p, pairs, device, width.few, queue);
     }
   }
-  return launch<1>(p, *room, device, static_cast<cudaStream_t>(stream));
+  return launch<1>(p, room, device, false, queue);
 }
 
 }  // namespace evenkv

@@ -39,14 +39,14 @@ __device__ __forceinline__ void attend_tiles(const DecodeParams& p, Attention& a
 // block's shared memory is free again when it returns. `listed`: page ids that may be asked for.
 template <int kHeads, bool kUncut>
 __device__ __forceinline__ void decode_part(const DecodeParams& p, BlockShared<kHeads>& shared,
-                                            int32_t number, int32_t listed, Part& part) {
+                                            int32_t number, int32_t listed, const Fit& fit, Part& part) {
   const int32_t rank = blockIdx.x, splits = gridDim.x, warp = threadIdx.x / 32;
   const Request span(p, part.request, listed);
   const UnitHeads heads(blockIdx.y, kHeads, warp % kHeads);
   Attention attention;
   attention.start(p, part.request, heads.head0, heads.heads);
   if (!kUncut)
-    find_part(p.cut, number, listed_slot(p, span.first_page, listed), span.length, kTileTokens, part);
+    find_part(p.cut, fit, number, listed_slot(p, span.first_page, listed), span.length, kTileTokens, part);
   if (span.length <= 0 || span.unlisted) {
     if (rank == 0 && part.index == 0) write_nothing<kHeads>(p, part.request, span.unlisted);
     return;
@@ -84,21 +84,21 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(const __gri
   // Page ids: into L2 while the lengths are on their way, a line a thread of the first blocks.
   const uint32_t line = ((blockIdx.z * gridDim.x + blockIdx.x) * kThreads + threadIdx.x) * 32;
   if (blockIdx.y == 0 && line < min(p.num_kv_indices, kPrefetchedIds)) prefetch_l2(p.kv_indices + line);
-  Part part = {static_cast<int32_t>(blockIdx.z), 0, 1, 0, true, 0, 0, 0};
+  Part part = {static_cast<int32_t>(blockIdx.z), 0, 1, 0, true, 0, 0};
   if constexpr (kUncut) {
-    decode_part<kHeads, true>(p, shared, 0, p.num_kv_indices, part);
+    decode_part<kHeads, true>(p, shared, 0, p.num_kv_indices, Fit{}, part);
   } else {
     // What kv_indptr counts: kv_indices may be longer, or shorter where the table is bad.
     const int32_t listed = min(max(__ldg(p.kv_indptr + p.batch), 0), p.num_kv_indices);
-    part.scale = scale_of(p.cut, listed, p.num_kv_indices);
+    const Fit fit = fit_lengths(p.cut, listed, p.num_kv_indices);
     const bool open = p.cut.even_pages >= 0 && p.cut.even_pages != INT32_MAX;
-    part.even = is_even(p.cut, open ? longest_request(p) : 0, part.scale);
+    part.even = is_even(fit, open ? longest_request(p) : 0);
     const int32_t numbers = numbers_of(p.cut, part.even, p.batch);
 #pragma unroll 1
     for (int32_t number = blockIdx.z; number < numbers; number += gridDim.z) {
       part.request = part.even ? p.cut.even_parts == 1 ? number : number / p.cut.even_parts
-                               : find_request(p, number, listed, part.scale);
-      if (part.request < p.batch) decode_part<kHeads, false>(p, shared, number, listed, part);
+                               : find_request(p, number, listed, fit);
+      if (part.request < p.batch) decode_part<kHeads, false>(p, shared, number, listed, fit, part);
     }
   }
 }
