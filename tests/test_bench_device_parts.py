@@ -109,6 +109,21 @@ def test_the_reference_of_batches_is_that_of_requests(
     np.testing.assert_allclose(np.stack(lses), wanted[1], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (3, 1), (2, 2)])
+@pytest.mark.parametrize("lengths", [(70,), (5, 0, 5, 31, 5)])
+def test_the_reference_of_any_heads(heads: tuple[int, int], lengths: tuple[int, ...]) -> None:
+    """A head a group, one KV head, one request: dimensions of size 1 that tensors may be viewed across."""
+    case = replace(
+        BF16, batch=len(lengths), lengths=lengths, num_qo_heads=heads[0], num_kv_heads=heads[1], context=None
+    )
+    tensors = drawn(case)
+    requests = list(range(case.batch))
+    outputs, lses = correctness.reference_rows(case, tensors, requests)
+    wanted = one_by_one(case, tensors, requests)
+    np.testing.assert_allclose(np.stack(outputs), wanted[0], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(np.stack(lses), wanted[1], rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("lengths", "passes"),
     [((2000, 3, 700, 700, 40, 1, 0, 650), 3 + 3 + 1), ((64,) * 30, 3)],

@@ -133,6 +133,7 @@ def _attend(
     # [count * heads, variants * group, dim]: one pass over K and V serves all variants.
     q = torch.stack([variant[requests] for variant in tensors.queries]).float()
     q = q.view(variants, count, heads, group, dim).permute(1, 2, 0, 3, 4).reshape(count * heads, -1, dim)
+    q = q.contiguous()  # with one head a group or one request, reshape copies nothing
     logits = torch.cat([torch.bmm(q, _gather(tensors.k_cache, piece).mT) for piece in pieces], dim=-1)
     logits *= tensors.sm_scale
     by_head = logits.view(count, heads, variants * group, -1)
