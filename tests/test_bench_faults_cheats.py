@@ -16,6 +16,7 @@ from evenkv.bench.case import Case
 from evenkv.bench.device.correctness import Rows, judge
 from evenkv.bench.device.inputs import make_pool, pool_bytes
 from evenkv.bench.device.subject import Subject
+from evenkv.bench.effort import ROUNDS
 from evenkv.bench.judge import Judge, Provenance
 from evenkv.bench.protocol import DeviceFacts, Outcome
 
@@ -87,7 +88,7 @@ def test_b1_each_round_compares_other_requests_of_the_sample(monkeypatch: pytest
 
     monkeypatch.setattr(Subject, "time_graph", watch)
     assert tried(Kernel, case).status == "ok"
-    assert {len(requests) for requests in asked} == {16} and len(set(asked)) == len(asked) == 5
+    assert {len(requests) for requests in asked} == {16} and len(set(asked)) == len(asked) == ROUNDS
 
 
 class OtherStream(Kernel):

@@ -31,6 +31,7 @@ from evenkv.bench.device.clocks import ClockState
 from evenkv.bench.device.implementations import evenkv as implementation
 from evenkv.bench.device.selftest import CopyMemory, Probes, faults_of, self_test
 from evenkv.bench.device.worker import Worker
+from evenkv.bench.effort import ROUNDS
 from evenkv.bench.judge import UNSTABLE, Judge, Provenance
 from evenkv.bench.protocol import DeviceFacts
 from evenkv.bench.record import load_rows
@@ -211,8 +212,8 @@ def test_b10_implementations_take_turns_in_rounds() -> None:
     names = ("flashinfer-tc", "fa3", "evenkv-cuda")
     run_case({name: lambda gpu, name=name: Kernel(name, gpu) for name in names}, log=log)
     timed = [name for name, command in log if command in ("time_graph", "matched_copy")]
-    assert len(timed) == 20
-    rounds = [timed[4 * r : 4 * r + 4] for r in range(5)]
+    assert len(timed) == 4 * ROUNDS > 4
+    rounds = [timed[4 * r : 4 * r + 4] for r in range(ROUNDS)]
     assert all(set(r) == {*names, "keeper"} for r in rounds)
     assert len({tuple(r) for r in rounds}) > 1, "the order changes"
 
