@@ -32,9 +32,9 @@ LONG_US = 1000.0
 _LAUNCH_US = 12.0
 _BEFORE_CALL_US = 72.0
 
-# Seconds of the host while the GPU waits, of one implementation and case. A round's rows are compared while the
-# GPU works. Together these make what was left of 448 s beside an H200's own time: 331 cases, 6 implementations,
-# 51 ms each, of which the shares come from a profile of 18 cases.
+# Seconds of the host while the GPU waits, of one implementation and case. A round's rows are compared while
+# the GPU works. Together these make what was left of 448 s beside an H200's own time: 331 cases, 6
+# implementations, 51 ms each, of which the shares come from a profile of 18 cases.
 _PREPARE_S = 0.011  # of a setting: inputs, plan() or metadata, a capture
 _CHECK_S = 0.008  # of the check before timing: rows handed over and compared
 _ROUND_S = 0.0035  # of a timed command beside its calls: CUPTI on and off, 160 records read, rows handed over
