@@ -98,8 +98,8 @@ class SimulatedGpu:
     def trial_timer(self) -> Any:
         return self.timer
 
-    def host_times(self, call: Callable[[], None], before: Sequence[Callable[[], None]]) -> list[float]:
-        return timing.host_times(call, before, self.synchronize)
+    def host_times(self, call: Callable[[], None], count: int) -> list[float]:
+        return timing.host_times(call, count, self.synchronize)
 
     def wall_times(self, call: Callable[[], None], before: Sequence[Callable[[], None]]) -> list[float]:
         times = []

@@ -278,7 +278,11 @@ def test_throttling_names_reasons_and_a_falling_clock() -> None:
     assert throttling([None, at(1980), at(1950)]) is None
     assert throttling([at(345), at(1980)]) is None  # woke up
     assert throttling([at(1980), at(1980, "power brake"), at(1980)]) == "throttled by power brake"
-    assert "fell from 1980 to 1200 MHz" in (throttling([at(1980), at(1200), at(1980)]) or "")
+    fallen = [at(1980), at(1200), at(1980)]
+    assert "fell from 1980 to 1200 MHz" in (throttling(fallen) or "")
+    assert "fell from 1980 to 1200 MHz" in (throttling(fallen, 1.2) or "")
+    assert throttling(fallen, 1.01) is None, "what memory bounds keeps its time"
+    assert throttling([at(1980), at(1200, "power brake")], 1.01) == "throttled by power brake"
 
 
 def test_hidden_work_compares_with_the_wall() -> None:

@@ -261,7 +261,7 @@ def test_the_triton_kernel_goes_through_every_command(case: Case, monkeypatch: p
         for rows, variant in ((eager, 1), (replayed, 0)):
             assert judge(case, rows, outputs[variant], lses[variant]).faults == ()
         assert len(worker.call("time_eager", **few, warm_up=0)) == 2
-        assert len(worker.call("time_host", variants=[0])) == 1
+        assert len(worker.call("time_host", count=1)) == 1
         assert len(worker.call("time_wall", **few)) == 2
         worker.call("finish")
         assert worker.call("release") == 0

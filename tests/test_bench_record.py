@@ -191,12 +191,20 @@ def test_an_incomplete_answer_is_no_result():
     [
         ({"spread": (100.0, 160.0)}, "p10 100.0 us, p90 160.0 us"),
         ({"sm_clock_mhz_after": 1200.0}, "fell from 1980 to 1200 MHz"),
+        ({"sm_clock_mhz_after": 1200.0, "moved": 1.05}, "fell from 1980 to 1200 MHz"),
         ({"reason": "throttled: power cap"}, "power cap"),
     ],
 )
 def test_shaky_numbers_say_so(change, said):
     made = Judge(H200, 4250.0, SOURCE).row(case(), "fa3", outcome(150.0, **change))
     assert made.status == "ok" and made.unstable and said in made.reason
+
+
+def test_a_clock_that_falls_without_the_times_is_steady():
+    made = Judge(H200, 4250.0, SOURCE).row(
+        case(), "fa3", outcome(150.0, sm_clock_mhz_after=1200.0, moved=1.01)
+    )
+    assert made.reason is None and not made.unstable
 
 
 def test_a_clock_that_rises_and_a_scatter_of_two_us_are_steady():

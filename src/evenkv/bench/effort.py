@@ -11,8 +11,7 @@ from dataclasses import dataclass
 ROUNDS = 4
 # On the stream that captures, before it does: kernels may keep scratch for every stream that they meet.
 CAPTURE_WARM_UP_CALLS = 1
-# Of the host's calls: the first one after other work finds the CPU's caches cold, 5 us and more of it, and
-# where a case allows few calls it would be the median.
+# Of the host's calls, which follow one another: the first finds the CPU's caches cold.
 HOST_WARM_UP_CALLS = 1
 
 

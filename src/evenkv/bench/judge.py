@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from evenkv.bench.case import Case
-from evenkv.bench.protocol import DeviceFacts, Outcome
+from evenkv.bench.protocol import MOST_MOVED, DeviceFacts, Outcome
 from evenkv.bench.record import IMPLEMENTATIONS, OURS, Row
 from evenkv.evaluate.table import DATASHEET_BANDWIDTH
 from evenkv.pack.manifest import find_kernel
@@ -150,14 +150,16 @@ class Judge:
 
 
 def instability(outcome: Outcome) -> str | None:
-    """Why an "ok" outcome's median is shaky, or None: spread, a falling clock, or what the device says."""
+    """Why an "ok" outcome's median is shaky, or None: spread, times that moved with the clock, or what the
+    device says."""
     if outcome.status != "ok" or outcome.graph_us is None or outcome.spread is None:
         return None
     p10, p90 = outcome.spread
     if p90 - p10 > max(MAX_SPREAD * outcome.graph_us, MAX_SPREAD_US):
         return f"p10 {p10:.1f} us, p90 {p90:.1f} us around {outcome.graph_us:.1f} us"
     before, after = outcome.sm_clock_mhz_before, outcome.sm_clock_mhz_after
-    if before and after and after < MIN_CLOCK_RATIO * before:
+    has_moved = outcome.moved is None or outcome.moved > MOST_MOVED
+    if before and after and after < MIN_CLOCK_RATIO * before and has_moved:
         return f"the SM clock fell from {before:.0f} to {after:.0f} MHz"
     return outcome.reason
 

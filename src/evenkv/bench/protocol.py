@@ -10,6 +10,10 @@ from evenkv.bench.case import Case
 from evenkv.bench.record import Status, Timer
 from evenkv.errors import EvenkvError
 
+# A falling clock is a fault where times moved with it: by more than this, from one round to another. What
+# memory bounds keeps its time at two thirds of the clock (a GPU at its power limit lowers it).
+MOST_MOVED = 1.03
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -29,8 +33,9 @@ class DeviceFacts:
 class Outcome:
     """What one implementation did on one case. Status "ok" has every number, others have a `reason`.
 
-    Times in microseconds (medians); `spread` is (p10, p90) of `graph_us`; `reason` of an "ok" outcome may say
-    why its number is shaky (throttle reasons).
+    Times in microseconds (medians); `spread` is (p10, p90) of `graph_us`; `moved` the largest median of a
+    round over the smallest, None where there were no rounds; `reason` of an "ok" outcome may say why its
+    number is shaky (throttle reasons).
     """
 
     status: Status
@@ -47,6 +52,7 @@ class Outcome:
     sm_clock_mhz_before: float | None = None
     sm_clock_mhz_after: float | None = None
     peer_version: str | None = None
+    moved: float | None = None
 
 
 class DeviceLost(EvenkvError):

@@ -267,7 +267,7 @@ def _probe_subject(report: _Report, name: str, subject: Any, keeper: Any, case: 
         return f"median {sorted(times)[_CALLS // 2]:.2f} us, {judged(rows, variants[3])}"
 
     def plain(command: str, **arguments: Any) -> str:
-        times = sorted(subject.call(command, variants=[0, 1] * 5, **arguments))
+        times = sorted(subject.call(command, **arguments))
         return f"median {times[len(times) // 2]:.2f} us"
 
     def release() -> str:
@@ -279,9 +279,9 @@ def _probe_subject(report: _Report, name: str, subject: Any, keeper: Any, case: 
             return
     report.step(f"{name}: eager output", check)
     report.step(f"{name}: graph", graph)
-    report.step(f"{name}: eager", lambda: plain("time_eager", cold=True))
-    report.step(f"{name}: host", lambda: plain("time_host"))
-    report.step(f"{name}: wall", lambda: plain("time_wall", cold=True))
+    report.step(f"{name}: eager", lambda: plain("time_eager", variants=[0, 1] * 5, cold=True))
+    report.step(f"{name}: host", lambda: plain("time_host", count=10))
+    report.step(f"{name}: wall", lambda: plain("time_wall", variants=[0, 1] * 5, cold=True))
     report.step(f"{name}: lets go", release)
 
 

@@ -83,6 +83,7 @@ class _Trial:
     info: dict[str, Any] = field(default_factory=dict)
     verdict: Verdict | None = None
     times: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)  # medians
     clocks: list[ClockState | None] = field(default_factory=list)
     outcome: Outcome | None = None
 
@@ -190,7 +191,7 @@ class _CaseRun:
             eager = patient(
                 trial.link, "time_eager", variants=draw(calls.eager), cold=cold, warm_up=calls.warm_up
             )
-            host = trial.link.call("time_host", variants=draw(calls.host))
+            host = trial.link.call("time_host", count=calls.host)
             walls = trial.link.call("time_wall", variants=draw(calls.wall), cold=cold)
             trial.link.call("finish")
         except WorkerFault as fault:
@@ -201,15 +202,17 @@ class _CaseRun:
             trial.outcome = self._wrong(trial, trial.verdict, hidden)
             return
         speeds = [state.sm_clock_mhz for state in trial.clocks if state is not None]
+        moved = max(trial.rounds) / min(trial.rounds)
         trial.outcome = self._outcome(
             trial,
             "ok",
-            throttling(trial.clocks),
+            throttling(trial.clocks, moved),
             graph_us=median,
             eager_us=statistics.median(eager),
             host_us=statistics.median(host),
             iterations=len(trial.times),
             spread=(p10, p90),
+            moved=moved,
             max_abs_err=trial.verdict.max_abs_err,
             rel_err=trial.verdict.rel_err,
             matched_copy_us=statistics.median(copies),
@@ -249,6 +252,7 @@ class _CaseRun:
         )
         trial.clocks.append(self._setup.clocks())
         trial.times += times
+        trial.rounds.append(statistics.median(times))
         verdict = judges.submit(self._judge, trial, rows, variants[checked], places)
         return _Judging(trial, checked, verdict)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenkv.bench.device.clocks import ClockState
+from evenkv.bench.protocol import MOST_MOVED
 
 _WALL_FACTOR = 1.5
 _WALL_SLACK_US = 60.0  # launch, wake-up of the host and their jitter
@@ -29,8 +30,8 @@ def hidden_work(device_us: float, wall_us: float) -> str | None:
     return None
 
 
-def throttling(states: Sequence[ClockState | None]) -> str | None:
-    """What held the clock down in any of the states, or how far it moved."""
+def throttling(states: Sequence[ClockState | None], moved: float | None = None) -> str | None:
+    """What held the clock down in any of the states, or how far it fell where times `moved` with it."""
     known = [state for state in states if state is not None]
     reasons = []
     seen = sorted({reason for state in known for reason in state.throttle_reasons})
@@ -38,6 +39,7 @@ def throttling(states: Sequence[ClockState | None]) -> str | None:
         reasons.append(f"throttled by {', '.join(seen)}")
     speeds = [state.sm_clock_mhz for state in known]
     # From the first on: a clock that rises from idle is no fault.
-    if speeds and min(speeds) < (1 - _CLOCK_DROP) * speeds[0]:
+    has_moved = moved is None or moved > MOST_MOVED
+    if speeds and min(speeds) < (1 - _CLOCK_DROP) * speeds[0] and has_moved:
         reasons.append(f"the SM clock fell from {speeds[0]:.0f} to {min(speeds):.0f} MHz")
     return "; ".join(reasons) or None
