@@ -90,7 +90,7 @@ class Judge:
             "status": outcome.status,
             "reason": outcome.reason,
             "kv_bytes": case.kv_bytes(),
-            "copy_peak_gbps": self.copy_peak_gbps,
+            "copy_peak_gbps": round(self.copy_peak_gbps, 2),
             "max_abs_err": _finite_or_none(outcome.max_abs_err),
             "rel_err": _finite_or_none(outcome.rel_err),
             "timer": outcome.timer,
@@ -113,8 +113,8 @@ class Judge:
                 "iterations": outcome.iterations,
                 "spread": outcome.spread,
                 "matched_copy_us": outcome.matched_copy_us,
-                "pct_copy_peak": 100 * at_peak_us / outcome.graph_us,
-                "pct_matched_copy": 100 * outcome.matched_copy_us / outcome.graph_us,
+                "pct_copy_peak": round(100 * at_peak_us / outcome.graph_us, 3),
+                "pct_matched_copy": round(100 * outcome.matched_copy_us / outcome.graph_us, 3),
                 "sm_clock_mhz": (outcome.sm_clock_mhz_before, outcome.sm_clock_mhz_after),
             }
         try:
@@ -202,4 +202,5 @@ def _relative_spread(outcome: Outcome) -> float:
 
 
 def _finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    """With the digits that say something: thousands of rows are kept."""
+    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
