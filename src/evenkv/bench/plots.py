@@ -27,7 +27,7 @@ _STYLES = {
 _OTHER_STYLE = ("#555555", "x")
 # As pixels in the SVG too: a mark for each of thousands of rows would make it megabytes.
 _POINTS: dict[str, Any] = {"linewidths": 0, "rasterized": True}
-_DPI = 110
+_DPI, _SVG_DPI = 110, 80
 _KINDS = (("bfloat16", "bf16"), ("float8_e4m3fn", "fp8"))
 
 
@@ -47,12 +47,23 @@ def write_plots(group: Group, folder: Path) -> list[Path]:
             continue
         for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
             buffer = io.BytesIO()
-            figure.savefig(buffer, format=suffix, dpi=_DPI, metadata=metadata)
+            dpi = _DPI if suffix == "png" else _SVG_DPI
+            figure.savefig(buffer, format=suffix, dpi=dpi, metadata=metadata)
             figure.set_layout_engine("none")  # The first file's layout serves the second.
-            contents[folder / f"{gpu_file_name(group.gpu)}-{name}.{suffix}"] = buffer.getvalue()
+            drawn = _fewer_colours(buffer) if suffix == "png" else buffer.getvalue()
+            contents[folder / f"{gpu_file_name(group.gpu)}-{name}.{suffix}"] = drawn
         pyplot.close(figure)
     write_all_atomic(contents)
     return list(contents)
+
+
+def _fewer_colours(png: io.BytesIO) -> bytes:
+    """A third of the bytes: these files are committed with each record."""
+    from PIL import Image  # matplotlib's own
+
+    small = io.BytesIO()
+    Image.open(png).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    return small.getvalue()
 
 
 def _pyplot() -> Any:
