@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from cut_library import Blocks
+from cut_library import FEW_BLOCKS, Blocks
 
 from evenkv.numerics.bytes import pages_of
 from evenkv.numerics.problem import TORCH_DTYPES, Problem, query_dtype
@@ -167,7 +167,7 @@ def _draw_pair_batch(rng: random.Random, spec: DecodeSpec, limits: Limits) -> in
     """Requests with which a block takes two KV heads; None where no number of them does."""
     blocks = Blocks.of(spec)
     fewest = blocks.resident * WORKERS // spec.num_kv_heads + 1  # more than run at once of single heads
-    most = min(limits.batch, 4 * WORKERS // spec.num_kv_heads)
+    most = min(limits.batch, 2 * FEW_BLOCKS * WORKERS // spec.num_kv_heads)
     if not blocks.has_pairs or spec.num_kv_heads % 2 or fewest > most:
         return None
     return rng.randint(fewest, most)

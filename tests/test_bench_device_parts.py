@@ -82,6 +82,14 @@ def one_by_one(case: Case, tensors: Tensors, requests: list[int]) -> tuple[np.nd
     return outputs.numpy(), lses.numpy()
 
 
+def compare_with_one_by_one(case: Case, requests: list[int]) -> None:
+    tensors = drawn(case)
+    outputs, lses = correctness.reference_rows(case, tensors, requests)
+    wanted = one_by_one(case, tensors, requests)
+    np.testing.assert_allclose(np.stack(outputs), wanted[0], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(np.stack(lses), wanted[1], rtol=2e-6, atol=2e-6)
+
+
 UNEVEN = (0, 300, 1, 16, 17, 96, 96, 95, 64, 0, 2, 33)
 
 
@@ -101,12 +109,7 @@ def test_the_reference_of_batches_is_that_of_requests(
     case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(correctness, "_CHUNK_ELEMENTS", chunk)
-    tensors = drawn(case)
-    requests = [11, 0, 1, 2, 4, 5, 6, 7, 9]
-    outputs, lses = correctness.reference_rows(case, tensors, requests)
-    wanted = one_by_one(case, tensors, requests)
-    np.testing.assert_allclose(np.stack(outputs), wanted[0], rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(np.stack(lses), wanted[1], rtol=2e-6, atol=2e-6)
+    compare_with_one_by_one(case, [11, 0, 1, 2, 4, 5, 6, 7, 9])
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (3, 1), (2, 2)])
@@ -116,12 +119,7 @@ def test_the_reference_of_any_heads(heads: tuple[int, int], lengths: tuple[int, 
     case = replace(
         BF16, batch=len(lengths), lengths=lengths, num_qo_heads=heads[0], num_kv_heads=heads[1], context=None
     )
-    tensors = drawn(case)
-    requests = list(range(case.batch))
-    outputs, lses = correctness.reference_rows(case, tensors, requests)
-    wanted = one_by_one(case, tensors, requests)
-    np.testing.assert_allclose(np.stack(outputs), wanted[0], rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(np.stack(lses), wanted[1], rtol=2e-6, atol=2e-6)
+    compare_with_one_by_one(case, list(range(case.batch)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from evenkv.bench.case import Case
-from evenkv.bench.protocol import MOST_MOVED, DeviceFacts, Outcome
+from evenkv.bench.protocol import DeviceFacts, Outcome, keeps_time
 from evenkv.bench.record import IMPLEMENTATIONS, OURS, Row
 from evenkv.evaluate.table import DATASHEET_BANDWIDTH
 from evenkv.pack.manifest import find_kernel
@@ -91,8 +91,8 @@ class Judge:
             "reason": outcome.reason,
             "kv_bytes": case.kv_bytes(),
             "copy_peak_gbps": round(self.copy_peak_gbps, 2),
-            "max_abs_err": _finite_or_none(outcome.max_abs_err),
-            "rel_err": _finite_or_none(outcome.rel_err),
+            "max_abs_err": _digits(outcome.max_abs_err),
+            "rel_err": _digits(outcome.rel_err),
             "timer": outcome.timer,
             "gpu": self.facts.gpu,
             "driver": self.facts.driver,
@@ -158,8 +158,7 @@ def instability(outcome: Outcome) -> str | None:
     if p90 - p10 > max(MAX_SPREAD * outcome.graph_us, MAX_SPREAD_US):
         return f"p10 {p10:.1f} us, p90 {p90:.1f} us around {outcome.graph_us:.1f} us"
     before, after = outcome.sm_clock_mhz_before, outcome.sm_clock_mhz_after
-    has_moved = outcome.moved is None or outcome.moved > MOST_MOVED
-    if before and after and after < MIN_CLOCK_RATIO * before and has_moved:
+    if before and after and after < MIN_CLOCK_RATIO * before and not keeps_time(outcome.moved):
         return f"the SM clock fell from {before:.0f} to {after:.0f} MHz"
     return outcome.reason
 
@@ -201,6 +200,6 @@ def _relative_spread(outcome: Outcome) -> float:
     return (outcome.spread[1] - outcome.spread[0]) / outcome.graph_us
 
 
-def _finite_or_none(value: float | None) -> float | None:
-    """With the digits that say something: thousands of rows are kept."""
+def _digits(value: float | None) -> float | None:
+    """Those that say something, since thousands of rows are kept; None where it is not finite."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None

@@ -27,7 +27,11 @@ _STYLES = {
 _OTHER_STYLE = ("#555555", "x")
 # As pixels in the SVG too: a mark for each of thousands of rows would make it megabytes.
 _POINTS: dict[str, Any] = {"linewidths": 0, "rasterized": True}
-_DPI, _SVG_DPI = 110, 80
+# Suffix, dots an inch, and metadata that would change from run to run.
+_FILES: tuple[tuple[str, int, dict[str, None]], ...] = (
+    ("png", 110, {"Software": None}),
+    ("svg", 80, {"Date": None, "Creator": None}),
+)
 _KINDS = (("bfloat16", "bf16"), ("float8_e4m3fn", "fp8"))
 
 
@@ -45,9 +49,8 @@ def write_plots(group: Group, folder: Path) -> list[Path]:
         figure = draw(pyplot, group)
         if figure is None:
             continue
-        for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
+        for suffix, dpi, metadata in _FILES:
             buffer = io.BytesIO()
-            dpi = _DPI if suffix == "png" else _SVG_DPI
             figure.savefig(buffer, format=suffix, dpi=dpi, metadata=metadata)
             figure.set_layout_engine("none")  # The first file's layout serves the second.
             drawn = _fewer_colours(buffer) if suffix == "png" else buffer.getvalue()

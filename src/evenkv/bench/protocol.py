@@ -10,9 +10,15 @@ from evenkv.bench.case import Case
 from evenkv.bench.record import Status, Timer
 from evenkv.errors import EvenkvError
 
-# A falling clock is a fault where times moved with it: by more than this, from one round to another. What
-# memory bounds keeps its time at two thirds of the clock (a GPU at its power limit lowers it).
-MOST_MOVED = 1.03
+_MOST_MOVED = 1.03  # the largest median of a round over the smallest
+
+
+def keeps_time(moved: float | None) -> bool:
+    """Whether times did not move, as `Outcome.moved` has it: then a falling clock is no fault.
+
+    What memory bounds keeps its time at two thirds of the clock, and a GPU at its power limit lowers it.
+    """
+    return moved is not None and moved <= _MOST_MOVED
 
 
 @dataclass(frozen=True)

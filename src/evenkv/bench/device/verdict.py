@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenkv.bench.device.clocks import ClockState
-from evenkv.bench.protocol import MOST_MOVED
+from evenkv.bench.protocol import keeps_time
 
 _WALL_FACTOR = 1.5
 _WALL_SLACK_US = 60.0  # launch, wake-up of the host and their jitter
@@ -39,7 +39,6 @@ def throttling(states: Sequence[ClockState | None], moved: float | None = None) 
         reasons.append(f"throttled by {', '.join(seen)}")
     speeds = [state.sm_clock_mhz for state in known]
     # From the first on: a clock that rises from idle is no fault.
-    has_moved = moved is None or moved > MOST_MOVED
-    if speeds and min(speeds) < (1 - _CLOCK_DROP) * speeds[0] and has_moved:
+    if speeds and min(speeds) < (1 - _CLOCK_DROP) * speeds[0] and not keeps_time(moved):
         reasons.append(f"the SM clock fell from {speeds[0]:.0f} to {min(speeds):.0f} MHz")
     return "; ".join(reasons) or None
