@@ -18,6 +18,7 @@ KERNEL = find_repository().kernels / "evenkv_cuda"
 SHIM = Path(__file__).with_name("cut_shim.cpp")
 MOST_SPLITS = 8  # choose.h
 FEW_BLOCKS = 2  # choose.h
+MOST_AT_ONCE = 48  # tuning.cuh: kMostAtOnce
 INVARIANT_TOKENS = 2048  # tuning.cuh
 
 
@@ -73,7 +74,16 @@ class _Shape(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("units", "batch", "page_size", "num_kv_indices", "block_tokens", "tile_tokens", "heads")
+        for name in (
+            "units",
+            "batch",
+            "page_size",
+            "num_kv_indices",
+            "block_tokens",
+            "tile_tokens",
+            "heads",
+            "row_bytes",
+        )
     ]
 
     @classmethod
@@ -101,8 +111,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the host knows of a batch, the specialisation's tiles (in tokens: of a block's warps, of one), and
-    how many KV heads a unit has."""
+    """What the host knows of a batch, the specialisation's tiles (in tokens: of a block's warps, of one), how
+    many KV heads a unit has, and the bytes of a head's row."""
 
     units: int
     batch: int
@@ -111,6 +121,7 @@ class Shape:
     block_tokens: int = 64
     tile_tokens: int = 16
     heads: int = 1
+    row_bytes: int = 256
 
     @property
     def slots(self) -> int:
@@ -238,6 +249,7 @@ class Blocks:
     resident: int  # blocks an SM
     units_a_head: int
     has_pairs: bool  # whether a block may take two KV heads
+    row_bytes: int
 
     @classmethod
     def of(cls, spec: DecodeSpec) -> Blocks:
@@ -248,7 +260,8 @@ class Blocks:
         warps = 2 if 2 * tile_tokens * row_bytes > 8192 else 4
         two_columns = -(-spec.group_size // units_a_head) > 8
         resident = 2 if warps == 4 and (spec.head_dim > 128 or two_columns) else 3
-        return cls(tile_tokens, warps, resident, units_a_head, units_a_head == 1 and row_bytes <= 128)
+        has_pairs = units_a_head == 1 and row_bytes <= 128
+        return cls(tile_tokens, warps, resident, units_a_head, has_pairs, row_bytes)
 
     def shape(self, spec: DecodeSpec, batch: int, num_kv_indices: int, heads: int) -> Shape:
         """A batch, of blocks that take so many KV heads."""
@@ -260,6 +273,7 @@ class Blocks:
             self.warps // heads * self.tile_tokens,
             self.tile_tokens,
             heads,
+            self.row_bytes,
         )
 
 

@@ -47,7 +47,7 @@ def make_plans(sm_count: int) -> dict[str, Plan]:
         "whole requests in clusters": plan(PAGE16, [0, 1000, 40], "interleaved"),
         "even parts of clusters": plan(PAGE16, [9000]),
         "uneven parts of clusters": plan(PAGE16, [0, 15_000, 1, 40], "interleaved"),
-        "uneven parts, page 1": plan(PAGE1, [0, *[7] * 60, 300, 0, 13, 90, 2500]),
+        "uneven parts, page 1": plan(PAGE1, [0, *[7] * 60, 300, 0, 13, 90, 14_000]),
         "fitted parts": plan(PAGE16, [30_000, 0, 40], spare_ids=40_000),
         "group in two units, head_dim 256": plan(D256, [8000, 3, 0, 33], "hnd"),
         "more requests than blocks": plan(PAGE16, [*waves[:20], 0, 4000, *waves[20:]]),

@@ -7,13 +7,17 @@ import re
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import torch
 from cut_library import KERNEL, Cut, clusters_of
 
 from evenkv.library.toolchain import find_cxx
+from evenkv.numerics.check import check_outputs
+from evenkv.numerics.judge import bit_equal
 from evenkv.numerics.problem import Problem
+from evenkv.numerics.reference import reference
 from evenkv.spec.family import DecodeSpec
 
 HOST_GPU = Path(__file__).with_name("host_gpu")
@@ -286,3 +290,19 @@ def build_host_kernel(spec: DecodeSpec, folder: Path, sources: Path = KERNEL) ->
     loaded.launch.restype = loaded.find_requests.restype = ctypes.c_char_p
     assert loaded.params_bytes() == ctypes.sizeof(_Params), "params.h and _Params differ"
     return HostKernel(loaded)
+
+
+def check_kernel(
+    kernel: HostKernel, problem: Problem, wanted: Outputs | None = None, **options: Any
+) -> Report:
+    """Right with late copies and with early ones, the same bits both times; whoever runs when."""
+    told = f"lengths {problem.lengths}, {options}"
+    report = Report()
+    late = kernel(problem, report=report, **options)
+    faults = check_outputs(problem.spec, *late, *(wanted or reference(problem)))
+    assert faults == [], f"{told}: {faults}"
+    seed = options.pop("seed", 0) + 1
+    options["running"] = 1 + (options.pop("running", 2) + seed) % 5
+    again = kernel(problem, early=True, any_order=seed % 2 == 0, scratch_byte=0x41, seed=seed, **options)
+    assert bit_equal(again, late), told
+    return report

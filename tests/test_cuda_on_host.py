@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from batch_parts import take_requests
-from host_kernel import CountersLeft, HostKernel, Outputs, Report, Room, build_host_kernel
+from host_kernel import CountersLeft, HostKernel, Outputs, Report, Room, build_host_kernel, check_kernel
 
 from evenkv.numerics.check import check_outputs
 from evenkv.numerics.judge import bit_equal
-from evenkv.numerics.problem import Problem, make_problem
+from evenkv.numerics.problem import make_problem
 from evenkv.numerics.reference import reference
 from evenkv.spec.family import DecodeSpec
 
@@ -60,20 +60,6 @@ def _lengths(rng: random.Random) -> list[int]:
     return [rng.choice([0, 1, rng.randint(0, top), top]) for _ in range(rng.choice([1, 3, 9]))]
 
 
-def _check(kernel: HostKernel, problem: Problem, wanted: Outputs | None = None, **options: Any) -> Report:
-    """Right with late copies and with early ones, the same bits both times; whoever runs when."""
-    told = f"lengths {problem.lengths}, {options}"
-    report = Report()
-    late = kernel(problem, report=report, **options)
-    faults = check_outputs(problem.spec, *late, *(wanted or reference(problem)))
-    assert faults == [], f"{told}: {faults}"
-    seed = options.pop("seed", 0) + 1
-    options["running"] = 1 + (options.pop("running", 2) + seed) % 5
-    again = kernel(problem, early=True, any_order=seed % 2 == 0, scratch_byte=0x41, seed=seed, **options)
-    assert bit_equal(again, late), told
-    return report
-
-
 def _check_requests(spec: DecodeSpec, outputs: Outputs, wanted: Outputs, bad: list[int]) -> None:
     """Requests in `bad` are NaN, all others right."""
     for request in range(len(outputs[0])):
@@ -101,10 +87,10 @@ def test_bf16_as_shapes_settle_it(bf16: HostKernel) -> None:
         for seed in range(6):
             problem = make_problem(spec, _lengths(rng), seed=seed, interleaved=seed % 3 == 1)
             room = Room(rng.choice([1, 2, 8, 40]), rng.choice([1, 3]), rng.choice([1, 2, 8]))
-            report = _check(bf16, problem, room=room, seed=seed, running=rng.choice([1, 3, 8]))
+            report = check_kernel(bf16, problem, room=room, seed=seed, running=rng.choice([1, 3, 8]))
             kernels.add((report.is_uncut, report.splits > 1, report.places_written > 0))
     for lengths in ([3000], [40, 3000, 0, 700]):  # long enough to be cut
-        report = _check(bf16, make_problem(BF16, lengths), room=Room(8, 3, 1), seed=1)
+        report = check_kernel(bf16, make_problem(BF16, lengths), room=Room(8, 3, 1), seed=1)
         kernels.add((report.is_uncut, report.splits > 1, report.places_written > 0))
     assert {(1, False, False), (1, True, False), (0, False, True)} <= kernels
 
@@ -118,12 +104,12 @@ def test_every_cut_in_clusters_of_any_size(
     for page_size, clusters in ((1, 2), (5, 0), (16, 3), (64, 0))[splits % 2 :: 1 if splits < 3 else 2]:
         lengths = [1, 0, 17, 300, 91] if splits < 3 else [0, 17, 300]
         problem = make_problem(replace(BF16, page_size=page_size), lengths, seed=page_size)
-        report = _check(bf16, problem, seed=page_size, splits=splits, clusters=clusters, **way)
+        report = check_kernel(bf16, problem, seed=page_size, splits=splits, clusters=clusters, **way)
         assert report.splits == splits and bool(report.is_uncut) == (way is UNCUT)
         least = 2 * (300 // way["part_tokens"]) if way.get("is_even") == -1 else 2 * 5
         assert report.places_written >= (0 if way is UNCUT else least), "the request of 300 is not cut"
     problem = make_problem(FP8, [40, 0, 333, 1])
-    report = _check(fp8, problem, room=Room(20), splits=splits, **{**way, "part_tokens": 64})
+    report = check_kernel(fp8, problem, room=Room(20), splits=splits, **{**way, "part_tokens": 64})
     assert report.heads == 1 and bool(report.is_uncut) == (way is UNCUT)
 
 
@@ -132,7 +118,7 @@ def test_every_cut_in_clusters_of_any_size(
 def test_two_fp8_heads_a_block(fp8: HostKernel, way: dict[str, int], splits: int) -> None:
     for seed, page_size in enumerate((1, 64)):
         problem = make_problem(replace(FP8, page_size=page_size), [400, 0, 70, 33, 1], seed=seed)
-        report = _check(fp8, problem, room=PAIRS, seed=seed, splits=splits, **way)
+        report = check_kernel(fp8, problem, room=PAIRS, seed=seed, splits=splits, **way)
         assert (report.heads, report.units, report.splits) == (2, 1, splits)
         assert report.places_written >= 400 // 64
 
@@ -142,10 +128,10 @@ def test_which_fp8_problems_take_two_heads_a_block(fp8: HostKernel) -> None:
     rng = random.Random(3)
     for batch, heads in ((3, 1), (4, 2), (12, 2), (13, 1)):
         problem = make_problem(FP8, [rng.choice([0, 1, 40, 90]) for _ in range(batch)], seed=batch)
-        assert _check(fp8, problem, room=PAIRS, always_cut=batch == 4).heads == heads, batch
-        assert _check(fp8, problem, room=PAIRS, **INVARIANT).heads == 1
+        assert check_kernel(fp8, problem, room=PAIRS, always_cut=batch == 4).heads == heads, batch
+        assert check_kernel(fp8, problem, room=PAIRS, **INVARIANT).heads == 1
     spec = replace(FP8, num_kv_heads=3, num_qo_heads=30)
-    assert _check(fp8, make_problem(spec, [50] * 4), room=PAIRS).heads == 1, "an odd number of KV heads"
+    assert check_kernel(fp8, make_problem(spec, [50] * 4), room=PAIRS).heads == 1, "an odd number of KV heads"
 
 
 def test_large_fp8_batches_take_two_heads_a_block_and_two_blocks_an_sm(fp8: HostKernel) -> None:
@@ -157,7 +143,7 @@ def test_large_fp8_batches_take_two_heads_a_block_and_two_blocks_an_sm(fp8: Host
         pages = 24_576 // (2 * 64)
         for listed, heads in ((pages, 2), (pages - 1, 1)):
             tensors = {"kv_indices": torch.cat([ids, ids.new_zeros(listed - len(ids))])}
-            report = _check(fp8, problem.with_tensors(**tensors), room=Room(1, 8), seed=batch)
+            report = check_kernel(fp8, problem.with_tensors(**tensors), room=Room(1, 8), seed=batch)
             assert report.heads == heads, (batch, listed)
             takes = sm_bytes // (report.block_bytes + 1024)
             assert takes == 2 if few and heads == 2 else takes > 2
@@ -167,7 +153,7 @@ def test_fp8_as_shapes_settle_it(fp8: HostKernel) -> None:
     rng = random.Random(2)
     for seed, page_size in enumerate((1, 16, 64, 1, 48)):
         problem = make_problem(replace(FP8, page_size=page_size), _lengths(rng), seed=seed)
-        _check(fp8, problem, room=Room(rng.choice([1, 3]), rng.choice([1, 2])), seed=seed)
+        check_kernel(fp8, problem, room=Room(rng.choice([1, 3]), rng.choice([1, 2])), seed=seed)
 
 
 def test_always_cut_gives_the_bits_of_the_kernel_for_whole_requests(bf16: HostKernel) -> None:
@@ -183,7 +169,7 @@ def test_requests_in_more_parts_than_are_added_at_once(bf16: HostKernel, splits:
     """Partials are loaded eight at a time, or four where a row is longer."""
     spec = replace(BF16, num_qo_heads=2, num_kv_heads=1)
     for length in (8 * 16, 8 * 16 + 1, 1100):
-        _check(bf16, make_problem(spec, [5, length, 1]), splits=splits, **SHORT)
+        check_kernel(bf16, make_problem(spec, [5, length, 1]), splits=splits, **SHORT)
 
 
 def test_head_dim_256_and_groups_cut_in_two(tmp_path: Any) -> None:
@@ -193,7 +179,7 @@ def test_head_dim_256_and_groups_cut_in_two(tmp_path: Any) -> None:
     problem = make_problem(spec, [70, 0, 200, 5])
     for way in ({}, UNCUT, EVEN, UNEVEN, INVARIANT):
         for splits in (0,) if "invariant_tokens" in way else (1, 4):
-            report = _check(kernel, problem, splits=splits, room=Room(8), **way)
+            report = check_kernel(kernel, problem, splits=splits, room=Room(8), **way)
             assert report.units == 2
 
 
@@ -203,7 +189,7 @@ def test_batch_invariant_bits(bf16: HostKernel, page_size: int) -> None:
     spec = replace(BF16, page_size=page_size)
     problem = make_problem(spec, [3, 0, 700, 256, 257, 0, 1, 4500, 90], seed=page_size)
     invariant = {"invariant_tokens": 256}
-    report = _check(bf16, problem, room=Room(5), seed=page_size, **invariant)
+    report = check_kernel(bf16, problem, room=Room(5), seed=page_size, **invariant)
     assert not report.is_uncut and report.splits == 1 and report.places_written >= 2 * 18
     output, lse = bf16(problem, **invariant)
     for requests in (range(2, 3), range(3, 5), range(7, 8), range(1, 9)):
@@ -216,7 +202,7 @@ def test_batch_invariant_bits(bf16: HostKernel, page_size: int) -> None:
 
 def test_batch_invariant_fp8(fp8: HostKernel) -> None:
     problem = make_problem(FP8, [0, 400, 17, 0, 64])
-    _check(fp8, problem, **INVARIANT)
+    check_kernel(fp8, problem, **INVARIANT)
     output, lse = fp8(problem, room=PAIRS, **INVARIANT)
     assert bit_equal(fp8(take_requests(problem, range(1, 2)), **INVARIANT), (output[1:2], lse[1:2]))
 
@@ -247,7 +233,7 @@ def test_many_requests(bf16: HostKernel) -> None:
     """More than one pass over kv_indptr finds."""
     spec = replace(BF16, num_qo_heads=2, num_kv_heads=1, page_size=1)
     problem = make_problem(spec, [0, 3, 90, *[1] * 296, 0, 40])
-    report = _check(bf16, problem, running=8, is_even=-1, part_tokens=16, is_uncut=-1)
+    report = check_kernel(bf16, problem, running=8, is_even=-1, part_tokens=16, is_uncut=-1)
     assert report.places_written >= 6 + 3
 
 
@@ -301,7 +287,7 @@ def test_requests_without_tokens(bf16: HostKernel, way: dict[str, int]) -> None:
     for lengths in ([0], [0, 0, 0], [40, 0, 0, 64, 0]):
         problem = make_problem(BF16, lengths)
         for running in (1, 9):
-            _check(bf16, problem, running=running, **way)
+            check_kernel(bf16, problem, running=running, **way)
     problem = make_problem(BF16, [16, 40])
     last = torch.tensor([0, 8], dtype=torch.int32)
     output, lse = bf16(problem.with_tensors(kv_last_page_len=last), **way)
@@ -325,7 +311,7 @@ def test_kv_indices_longer_than_counted(bf16: HostKernel, way: dict[str, int]) -
         ids = problem.tensors["kv_indices"]
         for copies in (2, 9, 40):
             padded = problem.with_tensors(kv_indices=torch.cat([ids, *[ids.flip(0)] * (copies - 1)]))
-            report = _check(bf16, padded, room=Room(workers), seed=page_size, **way)
+            report = check_kernel(bf16, padded, room=Room(workers), seed=page_size, **way)
             if "least_64ths" in way and copies > 2:
                 assert report.places_written > 2 * 2, "parts are not as long as the list lets expect"
 
@@ -341,7 +327,7 @@ def test_the_end_of_a_batch_as_a_batch(
     ends = {n: whole.tensors[n][1:] for n in ("q", "kv_indptr", "kv_last_page_len") if n in whole.tensors}
     problem = replace(whole.with_tensors(**ends), lengths=whole.lengths[1:])
     output, lse = reference(whole)
-    _check(bf16, problem, wanted=(output[1:], lse[1:]), **way)
+    check_kernel(bf16, problem, wanted=(output[1:], lse[1:]), **way)
 
 
 @of_all_ways
@@ -386,4 +372,4 @@ def test_queries_and_caches_of_any_strides(bf16: HostKernel) -> None:
     heads_first = cache.transpose(1, 2).contiguous().transpose(1, 2)
     tensors = {"q": wide[:, : q.shape[1], : q.shape[2]], "k_cache": heads_first}
     for way in ({}, UNEVEN):
-        _check(bf16, problem.with_tensors(**tensors), **way)
+        check_kernel(bf16, problem.with_tensors(**tensors), **way)

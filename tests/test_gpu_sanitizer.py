@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cut_library import COUNT, CutLibrary, choose_launch
+from cut_library import COUNT, MOST_AT_ONCE, CutLibrary, choose_launch
 from gpu_sanitizer_script import D256, PAIRS, PAIRS_GROUP12, SPECS, make_plans, solve
 from gpu_stress_worker import build_side_by_side
 from stress_problems import Plan
@@ -150,7 +150,7 @@ def test_problems_go_every_way(tmp_path: Path, workers: int) -> None:
     assert clusters.uncut and clusters.splits > 1
     assert even.even and even.most_parts > 1 and even.splits > 1
     assert not uneven.even and uneven.most_parts > 8 and uneven.splits > 1
-    assert not page1.even and page1.most_parts > 8
+    assert not page1.even and page1.most_parts > MOST_AT_ONCE
     assert fitted.fitted and fitted.most_parts > 1
     assert D256.group_size > 8 and d256.most_parts > 1
     assert not waves.even and waves.items > 3 * workers and waves.most_parts > 1

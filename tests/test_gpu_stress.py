@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cut_library import COUNT, CutLibrary, choose_launch
+from cut_library import COUNT, MOST_AT_ONCE, CutLibrary, choose_launch
 from gpu_stress_worker import make_worker, run_stress, stress
 from stress_fakes import BESIDE, CRASHES, HANGS, OTHER_BITS, WRONG
 from stress_problems import (
@@ -112,6 +112,8 @@ def _ways(library: CutLibrary, plan: Plan, always_cut: bool) -> set[str]:
     }
     if launch.few:
         ways.add("two blocks an SM")
+    if found.rows[:, COUNT].max(initial=0) > MOST_AT_ONCE:
+        ways.add("groups of parts")
     if choice.splits > 1:
         ways.add("clusters" + (" of cut requests" if is_cut else ""))
     if found.part_tokens < choice.cut.part_tokens * 0.999:
@@ -132,6 +134,7 @@ def test_plans_go_every_way(tmp_path: Path) -> None:
         *(f"1 heads a block, {n}{c}" for n in ("even", "uneven") for c in ("", ", cut")),
         *(f"2 heads a block, {n}" for n in ("even", "uneven, cut")),
         "two blocks an SM",
+        "groups of parts",
         "clusters",
         "clusters of cut requests",
         "parts are fitted",

@@ -39,8 +39,6 @@ _ADD_WARPS = "  add_rows<kHeads, false, kUncut>(p, shared, rank, splits, part);\
 _ADD_BLOCKS = "    add_rows<kHeads, true, kUncut>(p, shared, rank, splits, part);\n"
 _TILE_IS_THERE = "    __syncwarp();  // all lanes' copies of the tile arrived\n"
 _MERGE = "merge_blocks.cuh"
-_INDENT = " " * 19
-_ADDED_UP = f"{_INDENT}  write_row(p, part.request, heads, row, row_lane, sum);\n{_INDENT}}});\n"
 _END = "}\n\n}  // namespace evenkv\n"  # of the kernel, which is last in its file
 
 # In the order of a block's life. A block may take several parts, and its warps end apart from each other.
@@ -56,8 +54,8 @@ POINTS = (
     Point("block added", "last", _ADD_WARPS),
     Point("cluster met", "last", _ADD_BLOCKS, behind=False),
     Point("cluster added", "last", _ADD_BLOCKS),
-    Point("counted in", "last", "  if (!shared.is_last) return;\n", behind=False, file=_MERGE),
-    Point("parts merged", "last", _ADDED_UP, behind=False, file=_MERGE),
+    Point("counted in", "last", "  return shared.is_last;\n", behind=False, file=_MERGE),
+    Point("parts merged", "last", "    if (!is_group) return;\n", behind=False, file=_MERGE),
     Point("exit", "last", _END, behind=False),
 )
 

@@ -25,18 +25,23 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "kEven100": ("110", "150"),
     "kEvenTiles": ("1", "4"),
     "kEvenBlocks": ("1", "3"),
+    "kLargeEvenBlocks": ("2",),
     "kMostEvenParts": ("16", "64"),
+    "kLevel10": ("0", "30"),
     "kWaves10": ("15", "40"),
-    "kWaveTokens": ("512", "2048"),
-    "kUneven10": ("0", "30"),
+    "kLongBytes": ("1 << 17", "1 << 19"),
+    "kFullWave100": ("70", "95"),
+    "kLargeSlots": ("12288", "49152"),
     # Parts of uneven ones.
+    "kFair100": ("50", "67", "80"),
     "kFairTiles": ("0", "1", "4"),
     "kTailTokens": ("512", "1024"),
     "kPairTailTokens": ("256", "1024"),
-    "kPairSlots": ("12288", "49152"),
     "kSpareParts": ("1", "6"),
     "kSpare100": ("30", "60"),
+    "kMostAtOnce": ("16", "24", "9999"),
     "kTailHalvings": ("0", "1", "2", "4"),
+    "kLargeTailHalvings": ("4", "5"),
 }
 
 
@@ -125,7 +130,9 @@ _NAMED: dict[str, list[Edit]] = {
     "pairs never": [_PAIRS_NEVER],
     "pairs always": [_PAIRS_ALWAYS],
     "many pairs": [("choose.h", "Width{2, items > 2 * few}", "Width{2, false}")],
-    "pairs of large batches": [("choose.h", "window || large ?", "(window && large) || large ?")],
+    "pairs of large batches": [
+        ("choose.h", "window || is_large(s, room) ?", "(window && false) || is_large(s, room) ?")
+    ],
     "pairs of 16 bits": [("tuning.cuh", "kRowBytes <= 128;", "kWarps == 4;")],
     "2 warps": _block("2", "2", "6"),
     "3 warps": [*_block("3", "2", "4"), _PAIRS_NEVER],
@@ -147,7 +154,8 @@ VARIANTS = {**_NAMED, **_NUMBERED}
 def _forced(parts: str, splits: str) -> list[Edit]:
     """Every even request in so many parts, of clusters of so many blocks."""
     return [
-        ("choose.h", "parts = std::max<int64_t>(parts, 1);", f"parts = {parts};"),
+        ("choose.h", "level > 0 && average >= level", "false"),
+        ("choose.h", "choose_even_parts(s, room, average, choice.splits);", f"{parts};"),
         ("choose.h", "invariant_tokens > 0 ? 1 : choose_splits(s, room, average, small);", f"{splits};"),
     ]
 

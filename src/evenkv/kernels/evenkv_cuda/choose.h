@@ -18,7 +18,8 @@ struct Shape {
   int64_t batch, page_size, num_kv_indices;
   int64_t block_tokens;  // a tile for each warp of a block
   int64_t tile_tokens;
-  int64_t heads;  // KV heads of a unit: 1 or 2
+  int64_t heads;      // KV heads of a unit: 1 or 2
+  int64_t row_bytes;  // of one head
 };
 
 // What a block takes of a batch.
@@ -46,25 +47,30 @@ constexpr int64_t kWorstTiles = 28;
 constexpr int64_t kSmallSlots = 1024;
 constexpr int32_t kLargeSplits = 2;
 constexpr int64_t kMostEvenParts = 32;  // more are added up too slowly: larger clusters instead
-// Blocks an SM of even requests that are cut to fill the device: a third gains less than its partials cost.
-constexpr int64_t kEvenBlocks = 2;
-// More items than run at once: cut in as many parts as make this many waves (tenths), if they keep some
-// length. Few waves end with SMs that hold one block, which alone does not use an SM's bandwidth.
-// A last wave of kFullWave10 tenths is as good as a full one.
-constexpr int64_t kWaves10 = 25, kFullWave10 = 9, kWaveTokens = 1024;
-// Fewer waves than this (tenths), the last not full, of requests of some length: uneven parts, some of which
-// are short, even of even requests.
-constexpr int64_t kUneven10 = 20;
+// Blocks an SM of even requests that are cut to fill the device: a third gains less than its partials cost,
+// but in large batches.
+constexpr int64_t kEvenBlocks = 2, kLargeEvenBlocks = 3;
+// K (or V) of one head of a long request: 1,024 tokens of 256 bytes.
+constexpr int64_t kLongBytes = 1 << 18;
+// Equal requests keep step, and blocks that end together leave a last wave on few SMs (10 % of the time
+// at 2.6 waves, on some devices). Where there are fewer waves than this (tenths), the last one less than
+// kFullWave100 hundredths full, long requests are cut as uneven ones are: parts that come last are short. So
+// are large batches of which all runs at once, with fewer than two clusters an item: some SMs would have a
+// block less (not in pairs of heads, whose short parts cost more).
+constexpr int64_t kLevel10 = 80, kFullWave100 = 85;
+// Where that cannot be: cut in as many parts as make this many waves (tenths), if they stay long.
+constexpr int64_t kWaves10 = 25;
 // A batch whose longest request has no more than this many hundredths of the average counts as even.
 constexpr int64_t kEven100 = 125;
 // A scan over more requests than this for the longest costs more than it gains.
 constexpr int64_t kMostScanned = 1024;
-// Uneven parts: what a cluster would get of the batch and kFairTiles tiles a warp, since a part's begin and
-// end cost some 5 us; half of the slots, those that come last, in parts of an eighth if that leaves some
-// length (less where there are more requests than run at once, and in pairs of heads), so that those that end
-// late do not end much later than others.
-constexpr int64_t kFairTiles = 2, kTailTokens = 768, kWaveTailTokens = 512, kPairTailTokens = 544;
-constexpr int32_t kTailHalvings = 3;
+// Uneven parts: so many hundredths of what a cluster would get of the batch, and kFairTiles tiles a warp,
+// since a part's begin and end cost some 5 us; half of the slots, those that come last, in parts of an eighth
+// if that leaves some length (less where there are more requests than run at once, and in pairs of heads), so
+// that those that end late do not end much later than others.
+constexpr int64_t kFair100 = 100, kFairTiles = 2, kTailTokens = 768, kWaveTailTokens = 512,
+                  kPairTailTokens = 544;
+constexpr int32_t kTailHalvings = 3, kLargeTailHalvings = 3;
 // Uneven requests of a small batch are cut in parts that all run at once, in clusters that leave room for
 // this many parts more than requests, or for so many hundredths of the batch.
 constexpr int64_t kSpareParts = 3, kSpare100 = 10;
@@ -72,8 +78,8 @@ constexpr int64_t kSpareParts = 3, kSpare100 = 10;
 // Blocks an SM of pairs of heads that do not all run at once: a third one would leave a last wave in which
 // many SMs hold one block.
 constexpr int64_t kFewBlocks = 2;
-// A batch of so many slots of all KV heads an SM is read faster in pairs.
-constexpr int64_t kPairSlots = 24576;
+// A large batch has so many slots of all KV heads an SM.
+constexpr int64_t kLargeSlots = 24576;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -110,6 +116,10 @@ inline int32_t choose_splits(const Shape& s, const DeviceRoom& room, int64_t ave
   return splits;
 }
 
+inline bool is_large(const Shape& s, const DeviceRoom& room) {
+  return s.heads * s.units * s.num_kv_indices * s.page_size >= room.workers * kLargeSlots;
+}
+
 // Blocks that may take two KV heads, whose short rows lie side by side, do so where single heads do not all
 // run at once and pairs do, and in large batches. Batch-invariant bits must not depend on the batch's size.
 // `s` and `room` are those of single heads.
@@ -117,13 +127,26 @@ inline Width choose_width(const Shape& s, const DeviceRoom& room, int64_t invari
   const int64_t items = s.units * s.batch, few = kFewBlocks * room.workers;
   if (invariant_tokens > 0 || s.units % 2 != 0) return {1, false};
   const bool window = items > room.clusters[0] && items <= 2 * few;
-  const bool large = s.units * s.num_kv_indices * s.page_size >= room.workers * kPairSlots;
-  return window || large ? Width{2, items > 2 * few} : Width{1, false};
+  return window || is_large(s, room) ? Width{2, items > 2 * few} : Width{1, false};
 }
 
-// Whether whole requests make waves of which the last one is nearly full.
+// Tokens of a long request: twice as many bytes in short rows, where a part costs more against what it reads.
+inline int64_t long_tokens(const Shape& s) { return kLongBytes / s.row_bytes * (s.row_bytes < 256 ? 2 : 1); }
+
+// Whether all items, or those of the last wave, nearly fill the device.
 inline bool ends_full(int64_t items, int64_t at_once) {
-  return items % at_once == 0 || items % at_once * 10 >= at_once * kFullWave10;
+  const int64_t last = items % at_once;
+  return last == 0 || last * 100 >= at_once * kFullWave100;
+}
+
+// Tokens that equal requests must have to be better cut as uneven ones; 0: they never are.
+inline int64_t levelling_tokens(const Shape& s, const DeviceRoom& room, int64_t at_once) {
+  const int64_t items = s.units * s.batch;
+  // A unit needs room for whole cells before its tail.
+  if (s.batch == 1 || at_once < 2 * s.units || ends_full(items, at_once)) return 0;
+  if (items > at_once) return items * 10 < at_once * kLevel10 ? long_tokens(s) : 0;
+  const bool spares = s.heads == 1 && 2 * items > at_once;
+  return spares ? ceil_div(room.workers * kLargeSlots, s.heads * items) : 0;
 }
 
 // Parts of an even request, in clusters of `splits` blocks.
@@ -131,16 +154,16 @@ inline int64_t choose_even_parts(const Shape& s, const DeviceRoom& room, int64_t
   const int64_t items = s.units * s.batch, step = s.block_tokens * splits;
   const int64_t at_once = std::max(room.clusters[splits - 1], 1);
   int64_t parts = 1;
-  if (items <= at_once) {
-    if (average > kUncutTiles * step) {
-      const int64_t room_for = std::min(at_once, kEvenBlocks * room.workers / splits) / items;
-      // Where the device takes no larger clusters: more parts than that if they are long.
-      const bool largest = splits < kMostSplits && room.clusters[splits] == 0;
-      const int64_t most = largest ? std::max(kMostEvenParts, average / kWaveTokens) : kMostEvenParts;
-      parts = std::min({room_for, average / (kEvenTiles * step), most});
-    }
-  } else if (items * 10 < at_once * kWaves10 && !ends_full(items, at_once)) {
-    parts = std::min(ceil_div(at_once * kWaves10, items * 10), average / kWaveTokens);
+  if (items > at_once) {
+    const bool few = items * 10 < at_once * kWaves10 && !ends_full(items, at_once);
+    if (few) parts = std::min(ceil_div(at_once * kWaves10, items * 10), average / long_tokens(s));
+  } else if (average > kUncutTiles * step) {
+    const int64_t blocks = is_large(s, room) ? kLargeEvenBlocks : kEvenBlocks;
+    const int64_t room_for = std::min(at_once, blocks * room.workers / splits) / items;
+    // Where the device takes no larger clusters: more parts than that if they are long.
+    const bool largest = splits < kMostSplits && room.clusters[splits] == 0;
+    const int64_t most = largest ? std::max(kMostEvenParts, average / long_tokens(s)) : kMostEvenParts;
+    parts = std::min({room_for, average / (kEvenTiles * step), most});
   }
   return std::max<int64_t>(parts, 1);
 }
@@ -172,23 +195,24 @@ inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invaria
   Cut& cut = choice.cut;
 
   const bool never_even = invariant_tokens > 0 || s.batch > kMostScanned;
-  const bool few_waves =
-      waves && average >= kWaveTokens && items * 10 < at_once * kUneven10 && !ends_full(items, at_once);
-  const int64_t parts = never_even || few_waves ? 1 : choose_even_parts(s, room, average, choice.splits);
+  const int64_t level = never_even ? 0 : levelling_tokens(s, room, at_once);
+  const bool levelled = level > 0 && average >= level;
+  const int64_t parts = never_even || levelled ? 1 : choose_even_parts(s, room, average, choice.splits);
   cut.even_parts = static_cast<int32_t>(parts);
   cut.even_tokens = static_cast<int32_t>(ceil_div(average, parts));
   cut.even_pages = static_cast<int32_t>(never_even     ? -1
                                         : s.batch == 1 ? INT32_MAX
-                                        : few_waves    ? 0  // none but a falling kv_indptr's
+                                        : levelled     ? 0  // none but a falling kv_indptr's
                                                        : average * kEven100 / 100 / s.page_size);
 
   // Nor is a request cut that even ones of its length would not be, where all requests run at once.
   cut.whole_tokens = static_cast<int32_t>(invariant_tokens > 0 || waves ? 0 : kUncutTiles * step);
-  cut.whole_pages = static_cast<int32_t>(cut.whole_tokens / s.page_size);
+  // In a list longer than what is counted, requests may be shorter than levelling takes.
+  cut.whole_pages = static_cast<int32_t>((levelled ? level - 1 : cut.whole_tokens) / s.page_size);
   if (!never_even) cut.even_pages = std::max(cut.even_pages, cut.whole_pages);
 
   const int64_t least = kEvenTiles * step;
-  const int64_t fair = s.units * slots / at_once;  // tokens
+  const int64_t fair = s.units * slots * kFair100 / (100 * at_once);  // tokens
   int64_t most = invariant_tokens > 0 ? invariant_tokens
                                       : std::min(std::max(fair + kFairTiles * s.block_tokens, least), slots);
   if (spare > 0) most = std::min(std::max(least, ceil_div(slots, spare)), slots);
@@ -201,16 +225,14 @@ inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invaria
                                     : waves     ? kWaveTailTokens
                                                 : kTailTokens,
                                     least);
-    while (cut.tail_scale < kTailHalvings && cut.part_tokens >> (cut.tail_scale + 1) >= enough)
-      ++cut.tail_scale;
+    const int32_t halvings = is_large(s, room) ? kLargeTailHalvings : kTailHalvings;
+    while (cut.tail_scale < halvings && cut.part_tokens >> (cut.tail_scale + 1) >= enough) ++cut.tail_scale;
     if (cut.tail_scale > 0) cut.tail_slot = static_cast<int32_t>(tail_slot);
   }
   // kv_indptr may count far less than kv_indices lists, but no part gets less than its two tiles a warp.
-  int64_t shortest = cut.part_tokens >> cut.tail_scale;
-  if (parts > 1) shortest = std::min<int64_t>(shortest, cut.even_tokens);
+  const int64_t shortest = cut.part_tokens >> cut.tail_scale;
   cut.least_share = invariant_tokens > 0 || shortest <= least ? 1.0f : static_cast<float>(least) / shortest;
-  cut.least_even_tokens =
-      static_cast<int32_t>(std::min<int64_t>(cut.even_tokens, waves ? kWaveTokens : least));
+  cut.least_even_tokens = static_cast<int32_t>(std::min<int64_t>(cut.even_tokens, least));
   cut.by_part_tokens = divisor_of(cut.part_tokens);
   cut.by_warps = divisor_of(step / s.tile_tokens);
   const bool always_even = cut.even_pages == INT32_MAX;

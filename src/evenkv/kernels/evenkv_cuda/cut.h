@@ -51,24 +51,13 @@ EVENKV_HOST_DEVICE int32_t divide(uint32_t x, const Divisor& d, int32_t scale = 
   return static_cast<int32_t>(static_cast<uint64_t>(x) * d.multiplier >> (d.shift - scale));
 }
 
-EVENKV_HOST_DEVICE uint32_t bits_of(float x) {
-#ifdef __CUDA_ARCH__
-  return __float_as_uint(x);
-#else
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-#endif
-}
-
-EVENKV_HOST_DEVICE float float_of(uint32_t bits) {
-#ifdef __CUDA_ARCH__
-  return __uint_as_float(bits);
-#else
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-#endif
+// The same 32 bits as another type.
+template <typename To, typename From>
+EVENKV_HOST_DEVICE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
 }
 
 EVENKV_HOST_DEVICE float quotient(float a, float b) {
@@ -82,8 +71,9 @@ EVENKV_HOST_DEVICE float quotient(float a, float b) {
 // Division by a share (0 < share < 1) of what d divides by: about, and never by less.
 EVENKV_HOST_DEVICE Divisor shrink(const Divisor& d, float share) {
   const float slope = quotient(static_cast<float>(d.multiplier), share) * (1.0f - 0x1p-20f);
-  const int32_t halvings = static_cast<int32_t>(bits_of(slope) >> 23) - (127 + 30);  // to below 2^31
-  const float factor = float_of(static_cast<uint32_t>(127 - halvings) << 23);
+  const int32_t halvings =
+      static_cast<int32_t>(bit_cast<uint32_t>(slope) >> 23) - (127 + 30);  // to below 2^31
+  const float factor = bit_cast<float>(static_cast<uint32_t>(127 - halvings) << 23);
   return {static_cast<uint32_t>(slope * factor), d.shift - halvings};
 }
 
@@ -98,12 +88,13 @@ struct Cut {
   int32_t tail_slot;    // from here on parts are shorter; kNoTail: nowhere
   int32_t tail_scale;   // by so many halvings
   Divisor by_part_tokens;
-  Divisor by_warps;                   // warps of a cluster that share a part's tiles
-  float least_share;                  // of all lengths, that leaves parts long enough
-  int32_t numbers;                    // of a unit, where uneven
-  int32_t places;                     // scratch partials of a unit
-  int32_t least_even_tokens;          // of such a part, however few tokens are counted
-  int32_t whole_tokens, whole_pages;  // a request of no more is one part; 0: as cells have it
+  Divisor by_warps;           // warps of a cluster that share a part's tiles
+  float least_share;          // of uneven lengths, that leaves parts long enough
+  int32_t numbers;            // of a unit, where uneven
+  int32_t places;             // scratch partials of a unit
+  int32_t least_even_tokens;  // of such a part, however few tokens are counted
+  int32_t whole_tokens;       // a request of no more is one part; 0: as cells have it
+  int32_t whole_pages;        // even where no request has more, whatever share of kv_indices is counted
 };
 
 // A part of a request. `count` parts make up the request.
@@ -135,10 +126,10 @@ EVENKV_HOST_DEVICE Fit fit_lengths(const Cut& cut, int32_t pages, int32_t listed
     fit.even_pages = static_cast<int32_t>(static_cast<float>(cut.even_pages) * counted);
     if (fit.even_pages < cut.whole_pages) fit.even_pages = cut.whole_pages;
   }
+  fit.even_tokens = static_cast<int32_t>(static_cast<float>(cut.even_tokens) * counted) + 1;
+  if (fit.even_tokens < cut.least_even_tokens) fit.even_tokens = cut.least_even_tokens;
   const float share = counted > cut.least_share ? counted : cut.least_share;
   if (share >= 1.0f) return fit;
-  fit.even_tokens = static_cast<int32_t>(static_cast<float>(cut.even_tokens) * share) + 1;
-  if (fit.even_tokens < cut.least_even_tokens) fit.even_tokens = cut.least_even_tokens;
   if (cut.tail_slot != kNoTail) {
     fit.tail_slot = static_cast<int32_t>(static_cast<float>(cut.tail_slot) * share);
   }

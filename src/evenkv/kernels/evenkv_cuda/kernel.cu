@@ -73,8 +73,16 @@ const DeviceRoom* room_on(int device) {
 
 // What shapes say of a batch, of blocks that take so many KV heads.
 Shape shape_of(const DecodeParams& p, int64_t heads) {
-  return {p.num_kv_heads * kGroupCuts / heads, p.batch,     p.page_size, p.num_kv_indices,
-          kWarps / heads * kTileTokens,        kTileTokens, heads};
+  Shape shape{};
+  shape.units = p.num_kv_heads * kGroupCuts / heads;
+  shape.batch = p.batch;
+  shape.page_size = p.page_size;
+  shape.num_kv_indices = p.num_kv_indices;
+  shape.block_tokens = kWarps / heads * kTileTokens;
+  shape.tile_tokens = kTileTokens;
+  shape.heads = heads;
+  shape.row_bytes = kRowBytes;
+  return shape;
 }
 
 template <int kHeads>

@@ -51,11 +51,11 @@ struct Merged {
       o[k].w += other.o[k].w * weight;
     }
   }
-  // `lane` counts within the row. What other blocks wrote is read from L2, past this SM's L1; the block's own
-  // partials may lie in shared memory.
+  // `lane` counts within the row, m and l stand at `ml_at`. What other blocks wrote is read from L2, past
+  // this SM's L1; the block's own partials may lie in shared memory.
   template <bool kRemote>
-  __device__ __forceinline__ void load(const float* row, int lane) {
-    const float2* const ml = reinterpret_cast<const float2*>(row + kHeadDim);
+  __device__ __forceinline__ void load(const float* row, int lane, int ml_at = kHeadDim) {
+    const float2* const ml = reinterpret_cast<const float2*>(row + ml_at);
     const float4* const quads = reinterpret_cast<const float4*>(row) + lane;
     const float2 both = kRemote ? __ldcg(ml) : *ml;
     m = both.x;
@@ -63,10 +63,10 @@ struct Merged {
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) o[k] = kRemote ? __ldcg(quads + k * kRowLanes) : quads[k * kRowLanes];
   }
-  __device__ __forceinline__ void store(float* row, int lane) const {
+  __device__ __forceinline__ void store(float* row, int lane, int ml_at = kHeadDim) const {
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) *reinterpret_cast<float4*>(row + (k * kRowLanes + lane) * 4) = o[k];
-    if (lane == 0) *reinterpret_cast<float2*>(row + kHeadDim) = make_float2(m, l);
+    if (lane == 0) *reinterpret_cast<float2*>(row + ml_at) = make_float2(m, l);
   }
   // A row of the request's output, and its lse.
   __device__ __forceinline__ void write(uint16_t* out, float* lse, float scale, int lane) const {

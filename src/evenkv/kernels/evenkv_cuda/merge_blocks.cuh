@@ -99,16 +99,15 @@ __device__ __forceinline__ void add_rows(const DecodeParams& p, BlockShared<kHea
                    });
 }
 
-// A cut request: the block counts its rows in, and adds up those of all parts if it brought the last one.
+// Counts the block in, and tells whether it is the last of `wanted` that count there.
 template <int kHeads>
-__device__ __forceinline__ void merge_parts(const DecodeParams& p, BlockShared<kHeads>& shared, int32_t rank,
-                                            int32_t splits, const Part& part) {
-  if (rank * kWarps >= kHeads * kHeadItems) return;  // the block has no rows
+__device__ __forceinline__ bool brought_last(const DecodeParams& p, BlockShared<kHeads>& shared,
+                                             int32_t place, int32_t rank, int32_t wanted) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t place = static_cast<int64_t>(blockIdx.y) * p.cut.places + part.first;
-    int32_t* const counter = p.counters + place * kMostSplits + rank;
-    const bool is_last = count_in_release(counter) == part.count - 1;
+    const int64_t of_unit = static_cast<int64_t>(blockIdx.y) * p.cut.places;
+    int32_t* const counter = p.counters + (of_unit + place) * kMostSplits + rank;
+    const bool is_last = count_in_release(counter) == wanted - 1;
     if (is_last) {
       acquire();
       *counter = 0;
@@ -116,30 +115,66 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, BlockShared<k
     shared.is_last = is_last;
   }
   __syncthreads();
-  if (!shared.is_last) return;
-  for_rows<kHeads>(rank * kWarps + threadIdx.x / 32, splits * kWarps,
-                   [&](int sub, const UnitHeads& heads, int row, int row_lane) {
-                     constexpr int kBatch = kQuads > 1 ? 4 : 8;  // loads side by side
-                     Merged sum;
+  return shared.is_last;
+}
+
+// A cut request: the block counts its rows in, and adds up those of all parts if it brought the last one.
+// Many parts are added up in groups of kGroup neighbours (the last one takes the rest), side by side, and
+// then the groups, whose sums take the place of their first part's: one block would add for longer than
+// others stream.
+template <int kHeads>
+__device__ __forceinline__ void merge_parts(const DecodeParams& p, BlockShared<kHeads>& shared, int32_t rank,
+                                            int32_t splits, const Part& part) {
+  if (rank * kWarps >= kHeads * kHeadItems) return;  // the block has no rows
+  int32_t first = 0, stride = 1, count = part.count, place = part.first, ml_at = kHeadDim;
+  const int32_t groups = part.count > kMostAtOnce ? part.count / kGroup : 1;
+  bool is_group = groups > 1;
+  if (is_group) {
+    const int32_t group = min(part.index / kGroup, groups - 1);
+    first = group * kGroup;
+    count = group == groups - 1 ? part.count - first : kGroup;
+    // Nobody else counts there: a request counts at its first place, which may be its neighbour's last one,
+    // and a last group begins kGroup before its end.
+    place += first + 1;
+  }
 #pragma unroll 1
-                     for (int32_t first = 0; first < part.count; first += kBatch) {
-                       Merged parts[kBatch];
-                       float largest = sum.m;
+  while (brought_last(p, shared, place, rank, count)) {
+    for_rows<kHeads>(rank * kWarps + threadIdx.x / 32, splits * kWarps,
+                     [&](int sub, const UnitHeads& heads, int row, int row_lane) {
+                       constexpr int kBatch = kQuads > 1 ? 4 : 8;  // loads side by side
+                       Merged sum;
+#pragma unroll 1
+                       for (int32_t begin = 0; begin < count; begin += kBatch) {
+                         Merged parts[kBatch];
+                         float largest = sum.m;
 #pragma unroll
-                       for (int i = 0; i < kBatch; ++i) {
-                         const int32_t index = min(first + i, part.count - 1);
-                         parts[i].template load<true>(part_row<kHeads>(p, part, index, sub, row), row_lane);
+                         for (int i = 0; i < kBatch; ++i) {
+                           const int32_t index = first + min(begin + i, count - 1) * stride;
+                           parts[i].template load<true>(part_row<kHeads>(p, part, index, sub, row), row_lane,
+                                                        ml_at);
+                         }
+#pragma unroll
+                         for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, parts[i].m);
+                         sum.raise(largest);
+#pragma unroll
+                         for (int i = 0; i < kBatch; ++i) {
+                           if (begin + i < count) sum.add(parts[i]);
+                         }
                        }
-#pragma unroll
-                       for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, parts[i].m);
-                       sum.raise(largest);
-#pragma unroll
-                       for (int i = 0; i < kBatch; ++i) {
-                         if (first + i < part.count) sum.add(parts[i]);
+                       if (is_group) {
+                         sum.store(part_row<kHeads>(p, part, first, sub, row), row_lane, kHeadDim + 2);
+                       } else {
+                         write_row(p, part.request, heads, row, row_lane, sum);
                        }
-                     }
-                     write_row(p, part.request, heads, row, row_lane, sum);
-                   });
+                     });
+    if (!is_group) return;
+    is_group = false;
+    first = 0;
+    stride = kGroup;
+    count = groups;
+    ml_at = kHeadDim + 2;
+    place = part.first;
+  }
 }
 
 }  // namespace evenkv
