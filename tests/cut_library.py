@@ -45,6 +45,8 @@ class Cut(_Struct):
         ("least_even_tokens", ctypes.c_int32),
         ("whole_tokens", ctypes.c_int32),
         ("whole_pages", ctypes.c_int32),
+        ("dealt", ctypes.c_int32),
+        ("least_dealt", ctypes.c_float),
     ]
 
 

@@ -1,5 +1,6 @@
 // cut.h and choose.h behind a C interface, for tests/cut_library.py.
 #include <cmath>
+#include <vector>
 
 #include "choose.h"
 
@@ -54,6 +55,25 @@ int64_t visit_all(const Choice* choice, int32_t batch, int32_t page_size, int32_
   *is_even = part.even;
   *part_tokens = std::ldexp(1.0, fit.by_part_tokens.shift) / fit.by_part_tokens.multiplier;
   *tail_slot = fit.tail_slot;
+  std::vector<int32_t> firsts, counts;
+  if (!part.even && cut.dealt > 0) {
+    const int32_t whole = cut.whole_tokens / tile_tokens;
+    std::vector<int32_t> tiles;
+    uint32_t all = 0;
+    for (int32_t r = 0; r < batch; ++r) {
+      tiles.push_back(dealt_tiles((kv_indptr[r + 1] - kv_indptr[r]) * page_size, tile_tokens));
+      all += tiles[r];
+    }
+    const float slope = deal_slope(cut, batch, all, [&](float trial) {
+      int32_t parts = 0;
+      for (const int32_t own : tiles) parts += dealt_parts(own, whole, trial);
+      return parts;
+    });
+    for (const int32_t own : tiles) {
+      firsts.push_back(firsts.empty() ? 0 : firsts.back() + counts.back());
+      counts.push_back(dealt_parts(own, whole, slope));
+    }
+  }
   const int32_t numbers = choice->uncut ? batch : numbers_of(cut, part.even, batch);
   int64_t found = 0;
   for (int32_t cluster = 0; cluster < choice->clusters; ++cluster) {
@@ -62,6 +82,12 @@ int64_t visit_all(const Choice* choice, int32_t batch, int32_t page_size, int32_
         part = {static_cast<int32_t>(number), 0, 1, 0, true, 0, 0};
       } else if (part.even) {
         part.request = static_cast<int32_t>(number) / cut.even_parts;
+      } else if (cut.dealt > 0) {
+        part.request =
+            static_cast<int32_t>(std::upper_bound(firsts.begin(), firsts.end(), number) - firsts.begin()) - 1;
+        part.first = firsts[part.request];
+        part.count = counts[part.request];
+        part.index = static_cast<int32_t>(number) - part.first;
       } else {
         int32_t low = 0, high = batch + 1;  // how many requests begin by the number, the end included
         while (low < high) {

@@ -72,6 +72,7 @@ class _Forced(_Integers):
             "tail_slot",
             "tail_scale",
             "least_64ths",
+            "dealt",
             "is_even",
             "is_uncut",
         )

@@ -29,6 +29,7 @@ UNEVEN = {"is_uncut": -1, "is_even": -1, "part_tokens": 32}
 SHORT = {"is_uncut": -1, "is_even": -1, "part_tokens": 16}
 LONG = {"is_uncut": -1, "is_even": -1, "part_tokens": 160}
 TAIL = {**LONG, "tail_slot": 160, "tail_scale": 2}
+DEALT = {**LONG, "dealt": 40}
 WAYS = {
     "uncut": UNCUT,
     "even": EVEN,
@@ -36,6 +37,8 @@ WAYS = {
     "parts of a tile": SHORT,
     "long parts": LONG,
     "tail": TAIL,
+    "dealt": DEALT,
+    "hardly dealt": {**LONG, "dealt": 14},
 }
 INVARIANT = {"invariant_tokens": 64}
 ALL_WAYS = {**WAYS, "batch-invariant": INVARIANT}

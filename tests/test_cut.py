@@ -102,13 +102,13 @@ def _check_visits(
     sizes = rows[:, END] - rows[:, BEGIN]
     slots = np.asarray(kv_indptr, dtype=np.int64)[request] * shape.page_size
     begins = slots + rows[:, BEGIN] * shape.tile_tokens
-    late = (begins > v.tail_slot - shape.tile_tokens) & (not v.even and cut.tail_scale > 0)
+    late = (begins > v.tail_slot - shape.tile_tokens) & (not v.even and cut.tail_scale > 0 and not cut.dealt)
     for which in (late, ~late):
         longest, shortest = np.zeros(len(lengths), np.int64), np.full(len(lengths), 1 << 40)
         np.maximum.at(longest, request[which], sizes[which])
         np.minimum.at(shortest, request[which], sizes[which])
         assert (longest - shortest <= 1).all(), "a request's tiles are not dealt evenly"
-    if not v.even:
+    if not v.even and cut.dealt == 0:
         # Fitted lengths need not be multiples of a tile.
         slack = 2 * shape.tile_tokens if v.part_tokens < cut.part_tokens * (1 - 1e-6) else 0
         most = np.full(len(rows), v.part_tokens * (1 + 1e-6) + slack)
@@ -146,6 +146,10 @@ def _check_choice(shape: Shape, room: Room, invariant: int, may_stay_uncut: bool
         assert shape.units * cut.places <= 2 * shape.units * (shape.slots // invariant + 1)
         return
     assert (cut.even_pages == 2**31 - 1) == (shape.batch == 1)
+    if cut.dealt > 0:
+        assert 1 < shape.batch <= min(32, cut.dealt) and shape.units * cut.dealt <= at_once
+        assert cut.numbers == cut.dealt <= choice.clusters and cut.places >= 2 * cut.dealt
+        assert cut.least_dealt >= 1
     # Scratch is bounded by the device and the number of units, whatever the batch.
     cells = 1 << cut.tail_scale  # of the tail, for one before it
     assert shape.units * cut.places <= (cells + 2) * at_once + (3 * cells + 2) * shape.units
@@ -201,6 +205,7 @@ def _tables_of(lengths: Sequence[int], page_size: int) -> list[int]:
     even=st.booleans(),
     tail_scale=st.sampled_from([0, 1, 2, 3]),
     tail_64ths=st.integers(0, 64),
+    dealt=st.sampled_from([0, 0, 1, 2, 5, 40, 300]),
 )
 def test_every_cut_that_the_host_may_ask_for(
     library: CutLibrary,
@@ -214,6 +219,7 @@ def test_every_cut_that_the_host_may_ask_for(
     even: bool,
     tail_scale: int,
     tail_64ths: int,
+    dealt: int,
 ) -> None:
     """Parts far shorter than any that choose.h asks for."""
     kv_indptr = _tables_of(lengths, page_size)
@@ -231,10 +237,37 @@ def test_every_cut_that_the_host_may_ask_for(
         cut.tail_scale = min(tail_scale, tile_multiple.bit_length() - 1)
         if cut.tail_scale > 0:
             cut.tail_slot = 1 + shape.slots * tail_64ths // 64
+        cut.dealt, cut.least_dealt = dealt and dealt + len(lengths), 1
         library.number(choice, shape)
     found = library.visits(shape, choice, kv_indptr, lengths)
     assert found.even == even
     _check_visits(shape, choice, kv_indptr, lengths, found)
+
+
+def test_dealt_parts_are_nearly_as_short_as_the_numbers_allow(library: CutLibrary) -> None:
+    """Against the shortest ceiling that needs no more numbers, found by trying every one."""
+    rng, count = random.Random(0), 0
+    for _ in range(120):
+        batch, units = rng.choice([(2, 8), (8, 4), (8, 8), (17, 8), (32, 4), (32, 8)])
+        mean = rng.choice([3000, 5000, 8000]) * 8 // batch
+        lengths = [int(mean * rng.lognormvariate(0, 1)) + 1 for _ in range(batch)]
+        kv_indptr = _tables_of(lengths, 16)
+        shape = Shape(units, batch, 16, kv_indptr[-1])
+        choice = library.choose(shape, H200)
+        found = library.visits(shape, choice, kv_indptr, lengths)
+        if choice.cut.dealt == 0 or found.even or choice.uncut:
+            continue
+        _check_visits(shape, choice, kv_indptr, lengths, found)
+        tiles, whole = [-(-length // 16) for length in lengths], choice.cut.whole_tokens // 16
+
+        def needed(most: int, tiles: list[int] = tiles, whole: int = whole) -> int:
+            return sum(1 if own <= whole else -(-own // most) for own in tiles)
+
+        best = next(most for most in range(1, max(tiles) + 1) if needed(most) <= choice.cut.dealt)
+        longest = int((found.rows[:, END] - found.rows[:, BEGIN]).max())
+        assert longest <= max(1.1 * best + 1, choice.cut.least_dealt, whole), (lengths, units)
+        count += 1
+    assert count > 30
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])

@@ -37,8 +37,10 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "kFairTiles": ("0", "1", "4"),
     "kTailTokens": ("512", "1024"),
     "kPairTailTokens": ("256", "1024"),
-    "kSpareParts": ("1", "6"),
-    "kSpare100": ("30", "60"),
+    # Dealt ones.
+    "kDealtBytes": ("0", "1 << 20", "5 << 20"),
+    "kSmallDealt100": ("30", "60"),
+    "kDealt100": ("10", "100"),
     "kMostAtOnce": ("16", "24", "9999"),
     "kTailHalvings": ("0", "1", "2", "4"),
     "kLargeTailHalvings": ("4", "5"),

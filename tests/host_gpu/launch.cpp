@@ -9,7 +9,7 @@ namespace host_gpu {
 
 // What a test wants instead of what shapes settle, so that small problems are cut in many ways. 0: as chosen.
 struct Forced {
-  int32_t splits, clusters, even_parts, part_tokens, tail_slot, tail_scale, least_64ths;
+  int32_t splits, clusters, even_parts, part_tokens, tail_slot, tail_scale, least_64ths, dealt;
   int32_t is_even;   // 1: whatever the lengths; -1: never
   int32_t is_uncut;  // 1: yes, where the launcher allows it; -1: no
 };
@@ -26,6 +26,8 @@ Choice choose(const Shape& s, const DeviceRoom& room, int64_t invariant_tokens, 
   cut.tail_slot = forced.tail_slot != 0 ? forced.tail_slot : kNoTail;
   cut.tail_scale = forced.tail_scale;
   cut.least_share = forced.least_64ths != 0 ? forced.least_64ths / 64.0f : 1.0f;
+  cut.dealt = forced.dealt;
+  cut.least_dealt = 1.0f;
   cut.least_even_tokens = cut.whole_tokens = cut.whole_pages = 0;
   if (forced.is_even != 0) cut.even_pages = forced.is_even > 0 ? INT32_MAX : -1;
   choice.uncut = forced.is_uncut > 0 ? may_stay_uncut : choice.uncut && forced.is_uncut == 0;

@@ -267,6 +267,17 @@ template <typename T>
 T __shfl_xor_sync(uint32_t mask, T value, int bits) {
   return __shfl_sync(mask, value, static_cast<int>(evenkv::host_gpu::current->thread % 32) ^ bits);
 }
+template <typename T>
+T __shfl_up_sync(uint32_t mask, T value, int lanes) {
+  const int lane = static_cast<int>(evenkv::host_gpu::current->thread % 32);
+  return __shfl_sync(mask, value, lane < lanes ? lane : lane - lanes);
+}
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
+  const auto* words = evenkv::host_gpu::collect({value});
+  uint32_t r = 0;
+  for (int lane = 0; lane < 32; ++lane) r += static_cast<uint32_t>(words[lane][0]);
+  return r;
+}
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
   const auto* words = evenkv::host_gpu::collect({value});
   uint32_t r = 0;

@@ -70,10 +70,11 @@ constexpr int64_t kMostScanned = 1024;
 // that those that end late do not end much later than others.
 constexpr int64_t kFair100 = 100, kFairTiles = 2, kTailTokens = 768, kWaveTailTokens = 512,
                   kPairTailTokens = 544;
-constexpr int32_t kTailHalvings = 3, kLargeTailHalvings = 3;
-// Uneven requests of a small batch are cut in parts that all run at once, in clusters that leave room for
-// this many parts more than requests, or for so many hundredths of the batch.
-constexpr int64_t kSpareParts = 3, kSpare100 = 10;
+constexpr int32_t kTailHalvings = 3, kLargeTailHalvings = 4;
+// Uneven batches of up to kMostDealt requests and this many bytes of K and V an SM are dealt parts that all
+// run at once, if that leaves so many parts more than requests, or so many hundredths of the batch; small
+// ones take smaller clusters for it.
+constexpr int64_t kDealtBytes = 5 << 19, kDealtParts = 3, kSmallDealt100 = 10, kDealt100 = 50;
 
 // Blocks an SM of pairs of heads that do not all run at once: a third one would leave a last wave in which
 // many SMs hold one block.
@@ -99,8 +100,10 @@ inline void count_places(const Shape& s, Cut& cut) {
   const int64_t even = cut.even_pages < 0 ? 0 : cut.even_parts * s.batch;
   const bool always_even = cut.even_pages == INT32_MAX;
   int64_t places = cut.even_parts > 1 ? even : 0;
-  if (!always_even && (slots > cut.part_tokens || cut.tail_scale > 0)) places = std::max(places, 2 * cells);
-  cut.numbers = static_cast<int32_t>(always_even ? even : s.batch + cells - 1);
+  const int64_t own = cut.dealt > 0 ? cut.dealt : cells;
+  if (!always_even && (cut.dealt > 0 || slots > cut.part_tokens || cut.tail_scale > 0))
+    places = std::max(places, 2 * own);
+  cut.numbers = static_cast<int32_t>(always_even ? even : cut.dealt > 0 ? cut.dealt : s.batch + cells - 1);
   cut.places = static_cast<int32_t>(places);
 }
 
@@ -168,6 +171,24 @@ inline int64_t choose_even_parts(const Shape& s, const DeviceRoom& room, int64_t
   return std::max<int64_t>(parts, 1);
 }
 
+// Numbers of a unit that are dealt to requests where they are uneven; 0: they are cut in cells. `splits` may
+// fall.
+inline int64_t choose_dealt(const Shape& s, const DeviceRoom& room, bool small, int32_t& splits) {
+  const int64_t items = s.units * s.batch, slots = s.num_kv_indices * s.page_size;
+  if (s.batch == 1 || s.batch > kMostDealt || items > room.clusters[0] ||
+      2 * s.row_bytes * s.heads * s.units * slots > room.workers * kDealtBytes ||
+      slots <= kWorstTiles * s.block_tokens * splits) {
+    return 0;
+  }
+  const int64_t more = std::max(kDealtParts, s.batch * (small ? kSmallDealt100 : kDealt100) / 100);
+  int32_t chosen = splits;
+  const auto numbers = [&] { return room.clusters[chosen - 1] / s.units; };
+  while (small && chosen > 1 && numbers() < s.batch + more) --chosen;
+  if (numbers() < s.batch + more) return 0;
+  splits = chosen;
+  return numbers();
+}
+
 // invariant_tokens: 0, or the part length of batch-invariant bits. may_stay_uncut: whether the choice may be
 // `uncut`.
 inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invariant_tokens,
@@ -177,18 +198,7 @@ inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invaria
   const bool small = s.units * slots <= room.workers * kSmallSlots;
   Choice choice{};
   choice.splits = invariant_tokens > 0 ? 1 : choose_splits(s, room, average, small);
-  int64_t spare = 0;
-  if (small && invariant_tokens == 0 && s.batch > 1 && items <= room.clusters[0] &&
-      slots > kWorstTiles * s.block_tokens * choice.splits) {
-    const int64_t wanted = std::max(kSpareParts, s.batch * kSpare100 / 100);
-    int32_t splits = choice.splits;
-    const auto left = [&] { return room.clusters[splits - 1] / s.units - s.batch; };
-    while (splits > 1 && left() < wanted) --splits;
-    if (left() >= wanted) {
-      choice.splits = splits;
-      spare = left();
-    }
-  }
+  const int64_t dealt = invariant_tokens > 0 ? 0 : choose_dealt(s, room, small, choice.splits);
   const int64_t step = s.block_tokens * choice.splits,
                 at_once = std::max(room.clusters[choice.splits - 1], 1);
   const bool waves = items > at_once;
@@ -215,7 +225,6 @@ inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invaria
   const int64_t fair = s.units * slots * kFair100 / (100 * at_once);  // tokens
   int64_t most = invariant_tokens > 0 ? invariant_tokens
                                       : std::min(std::max(fair + kFairTiles * s.block_tokens, least), slots);
-  if (spare > 0) most = std::min(std::max(least, ceil_div(slots, spare)), slots);
   cut.part_tokens = static_cast<int32_t>(ceil_div(std::max<int64_t>(most, 1), s.tile_tokens) * s.tile_tokens);
   cut.tail_slot = kNoTail;
   const int64_t tail_slot = slots / 2 / cut.part_tokens * cut.part_tokens;
@@ -235,6 +244,8 @@ inline Choice choose_cut(const Shape& s, const DeviceRoom& room, int64_t invaria
   cut.least_even_tokens = static_cast<int32_t>(std::min<int64_t>(cut.even_tokens, least));
   cut.by_part_tokens = divisor_of(cut.part_tokens);
   cut.by_warps = divisor_of(step / s.tile_tokens);
+  cut.dealt = static_cast<int32_t>(dealt);
+  cut.least_dealt = static_cast<float>(least / s.tile_tokens);
   const bool always_even = cut.even_pages == INT32_MAX;
   count_places(s, cut);
 

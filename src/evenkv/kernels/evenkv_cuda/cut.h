@@ -3,7 +3,7 @@
 //
 // A unit is a KV head, or two of them side by side. A part is a run of tiles of one request in one unit: what
 // a cluster of blocks takes. The host settles from shapes alone what a part may hold (choose_cut); lengths,
-// which only the device knows, decide between two ways to number the parts of a unit:
+// which only the device knows, decide how the parts of a unit are numbered:
 //
 // Even: no request has more than `even_pages` pages. Each one owns `even_parts` numbers.
 // Uneven: a unit's slots are divided in cells: of `part_tokens`, from `tail_slot` on shorter ones, so that
@@ -11,6 +11,8 @@
 // since a request a little longer than a cell is better left whole. Request r's numbers begin at
 // cell_of(first_slot(r)) + r, which leaves each request enough of them without a scan over lengths. Some are
 // nobody's.
+// Dealt, in place of that where shapes ask for it: few requests, all of whose parts run at once. A part has
+// as few tiles as the numbers allow (deal_slope), and requests own numbers one after the other.
 //
 // Shapes speak of kv_indices, which may be longer than kv_indptr counts (as in the buffers of a captured
 // graph). Then all lengths shrink to the share that is counted (fit_lengths).
@@ -79,6 +81,7 @@ EVENKV_HOST_DEVICE Divisor shrink(const Divisor& d, float share) {
 
 constexpr int32_t kNoTail = INT32_MAX;
 constexpr int32_t kMostTileTokens = 32;  // of any specialisation
+constexpr int32_t kMostDealt = 32;       // requests: one a lane
 
 struct Cut {
   int32_t even_parts;   // of a request, where no request has more pages than even_pages
@@ -95,6 +98,8 @@ struct Cut {
   int32_t least_even_tokens;  // of such a part, however few tokens are counted
   int32_t whole_tokens;       // a request of no more is one part; 0: as cells have it
   int32_t whole_pages;        // even where no request has more, whatever share of kv_indices is counted
+  int32_t dealt;              // numbers of a unit that are dealt to uneven requests; 0: those are in cells
+  float least_dealt;          // tiles of such a part
 };
 
 // A part of a request. `count` parts make up the request.
@@ -157,6 +162,35 @@ EVENKV_HOST_DEVICE int32_t uneven_number(const Fit& fit, int32_t tail_scale, int
   return cell_of(fit, tail_scale, slot) + request;
 }
 
+// Tiles of a request of a dealt batch: its last page counts as full.
+EVENKV_HOST_DEVICE int32_t dealt_tiles(int32_t slots, int32_t tile_tokens) {
+  return (slots + tile_tokens - 1) / tile_tokens;
+}
+
+// Parts of a request where a part is to have about 1 / slope tiles at most. A request of up to `whole` tiles is
+// not cut.
+EVENKV_HOST_DEVICE int32_t dealt_parts(int32_t tiles, int32_t whole, float slope) {
+  return tiles <= whole ? 1 : 1 + static_cast<int32_t>(static_cast<float>(tiles - 1) * slope);
+}
+
+// The steepest slope, to a 32nd of its range, that needs no more numbers than there are, of which there are
+// more than requests. `tiles`: of all requests; needed(slope): all their dealt_parts.
+template <typename Needed>
+EVENKV_HOST_DEVICE float deal_slope(const Cut& cut, int32_t batch, uint32_t tiles, const Needed& needed) {
+  const float all = static_cast<float>(tiles > 0 ? tiles : 1), most = quotient(1.0f, cut.least_dealt);
+  // Each request rounds up by less than one.
+  float enough = quotient(static_cast<float>(cut.dealt - batch), all) * (1.0f - 0x1p-18f);
+  float beyond = quotient(static_cast<float>(cut.dealt), all);
+  if (enough > most) enough = most;
+  if (beyond > most) beyond = most;
+  EVENKV_UNROLL_NOT
+  for (int step = 0; step < 5; ++step) {
+    const float middle = 0.5f * (enough + beyond);
+    (needed(middle) <= cut.dealt ? enough : beyond) = middle;
+  }
+  return enough;
+}
+
 // Fills in index, count, first, late and early_tiles: part `number` of the unit, of a request of `length`
 // tokens from `slot` on. The number may be nobody's: see is_own. A request without tokens has no parts.
 EVENKV_HOST_DEVICE void find_part(const Cut& cut, const Fit& fit, int32_t number, int32_t slot,
@@ -172,6 +206,9 @@ EVENKV_HOST_DEVICE void find_part(const Cut& cut, const Fit& fit, int32_t number
       const int32_t count = static_cast<int32_t>(static_cast<uint32_t>(length + tokens - 1) / tokens);
       part.count = count < cut.even_parts ? count : cut.even_parts;
     }
+  } else if (cut.dealt > 0) {  // already; a last page may have fewer tiles than was thought
+    const int32_t tiles = (length + tile_tokens - 1) / tile_tokens;
+    if (part.count > tiles) part.count = tiles;
   } else {
     part.first = cell_of(fit, cut.tail_scale, slot);
     part.index = number - part.request - part.first;

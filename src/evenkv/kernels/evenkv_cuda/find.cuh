@@ -56,4 +56,40 @@ __device__ __noinline__ int32_t find_request(const DecodeParams& p, int32_t numb
   return max(count - 1, 0);
 }
 
+struct Dealt {
+  int32_t request, first, count;
+};
+
+// Deals a unit's numbers to the requests of a batch (deal_slope), one a lane. The request that owns `number`
+// (the last one, if none does), its first number and its parts. Every lane returns the same values. Apart
+// from the kernel's own code, as above.
+__device__ __noinline__ Dealt deal_numbers(const DecodeParams& p, int32_t number, int32_t listed) {
+  const int lane = threadIdx.x & 31;
+  const bool is_request = lane < p.batch;
+  int32_t tiles = 0;
+  if (is_request) {
+    const int32_t slots = listed_slot(p, __ldg(p.kv_indptr + lane + 1), listed) -
+                          listed_slot(p, __ldg(p.kv_indptr + lane), listed);
+    tiles = dealt_tiles(max(slots, 0), kTileTokens);
+  }
+  const auto sum = [](int32_t of_lane) {
+    return __reduce_add_sync(kAllLanes, static_cast<uint32_t>(of_lane));
+  };
+  const auto parts = [&](float slope) {
+    return is_request ? dealt_parts(tiles, p.cut.whole_tokens / kTileTokens, slope) : 0;
+  };
+  const float slope = deal_slope(p.cut, p.batch, sum(tiles),
+                                 [&](float trial) { return static_cast<int32_t>(sum(parts(trial))); });
+  const int32_t count = parts(slope);
+  int32_t end = count;  // inclusive sum over lanes
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int32_t below = __shfl_up_sync(kAllLanes, end, step);
+    if (lane >= step) end += below;
+  }
+  const int32_t begun = __popc(__ballot_sync(kAllLanes, is_request && end - count <= number));
+  return {begun - 1, __shfl_sync(kAllLanes, end - count, begun - 1),
+          __shfl_sync(kAllLanes, count, begun - 1)};
+}
+
 }  // namespace evenkv

@@ -96,8 +96,17 @@ __global__ void __launch_bounds__(kThreads, kResident) decode_kernel(const __gri
     const int32_t numbers = numbers_of(p.cut, part.even, p.batch);
 #pragma unroll 1
     for (int32_t number = blockIdx.z; number < numbers; number += gridDim.z) {
-      part.request = part.even ? p.cut.even_parts == 1 ? number : number / p.cut.even_parts
-                               : find_request(p, number, listed, fit);
+      if (part.even) {
+        part.request = p.cut.even_parts == 1 ? number : number / p.cut.even_parts;
+      } else if (p.cut.dealt > 0) {
+        const Dealt dealt = deal_numbers(p, number, listed);
+        part.request = dealt.request;
+        part.first = dealt.first;
+        part.count = dealt.count;
+        part.index = number - dealt.first;
+      } else {
+        part.request = find_request(p, number, listed, fit);
+      }
       if (part.request < p.batch) decode_part<kHeads, false>(p, shared, number, listed, fit, part);
     }
   }
