@@ -43,7 +43,7 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "kDealt100": ("10", "100"),
     "kMostAtOnce": ("16", "24", "9999"),
     "kTailHalvings": ("0", "1", "2", "4"),
-    "kLargeTailHalvings": ("4", "5"),
+    "kLargeTailHalvings": ("3", "5"),
 }
 
 
