@@ -191,6 +191,17 @@ def test_a_gpu_whose_process_fails_is_named(tmp_path, monkeypatch):
     assert results[0].said == "GPU 3: -m evenkv bench --warm --shard 1/2"
 
 
+def test_processes_of_several_gpus_have_cores_of_their_own(monkeypatch, tmp_path):
+    assert [shards.share_cores(range(9), number, 2) for number in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert shards.share_cores([5, 3], 1, 2) == [3, 5], "one core each would be too few"
+    asked = {}
+    monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(shards.os, "sched_setaffinity", asked.__setitem__, raising=False)
+    monkeypatch.setattr(shards.sys, "executable", "/bin/true")
+    shards.run_shards([], ["0", "1"], lambda what, share: None)
+    assert list(asked.values()) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_gpus_are_chosen_from_the_visible_ones(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6")
     assert shards.visible_gpus() == ["4", "5", "6"]

@@ -55,10 +55,21 @@ def choose_gpus(wanted: str, available: Sequence[str]) -> list[str]:
     return list(available[: int(wanted)])
 
 
+def share_cores(cores: Sequence[int], number: int, count: int) -> list[int]:
+    """The cores of process `number` of `count`: its own, so that none of them disturbs another's host times.
+
+    All of them where there are fewer than two for each process.
+    """
+    each = len(cores) // count
+    return sorted(cores)[number * each : (number + 1) * each] if each >= 2 else sorted(cores)
+
+
 def run_shards(
     arguments: Sequence[str], gpus: Sequence[str], progress: Callable[[str, float], None]
 ) -> list[ShardResult]:
-    """Start one process a GPU and wait for all; an interruption is passed on, finished rows stay.
+    """Start one process a GPU, on cores of its own, and wait for all.
+
+    An interruption is passed on, finished rows stay.
 
     Parameters
     ----------
@@ -66,6 +77,8 @@ def run_shards(
         Of `evenkv bench`, without `--gpus`, `--shard` and `--json`.
     """
     processes: list[subprocess.Popen] = []
+    # Not every system lets a process choose its cores.
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     with contextlib.ExitStack() as stack:
         # Files, not pipes: nobody reads while they run, and a full pipe would stop them.
         logs = [
@@ -83,6 +96,10 @@ def run_shards(
                     start_new_session=True,
                 )
             )
+            if cores:
+                with contextlib.suppress(OSError):  # it ended already, or is not allowed to
+                    own = share_cores(cores, number - 1, len(gpus))
+                    os.sched_setaffinity(processes[-1].pid, own)
         try:
             while running := [p for p in processes if p.poll() is None]:
                 progress(f"{len(running)} of {len(gpus)} GPUs at work", 1 - len(running) / len(gpus))

@@ -36,6 +36,13 @@ class Builder:
         Subject(name, self._index, "events", machine=self._machine).build(case)
 
 
+def _cores() -> int:
+    """That this process may use: one of several shards has a part of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 2
+
+
 def build_jobs(
     cases: Sequence[Case],
     names: Sequence[str],
@@ -92,7 +99,7 @@ def build_all(
         finally:
             worker.end()
 
-    count = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) * 3 // 4, len(jobs)))
+    count = max(1, min(_MOST_PROCESSES, _cores() * 3 // 4, len(jobs)))
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
     for thread in threads if jobs else []:
         thread.start()
