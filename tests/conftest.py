@@ -10,8 +10,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from host_kernel import HostKernel
 
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _PROCESSES > 1:
@@ -62,3 +66,21 @@ def gpu_turn(request: pytest.FixtureRequest, shared_folder: Path | None) -> Iter
             if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT_BYTES:
                 torch.cuda.empty_cache()
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _build_host_kernel(name: str, request: pytest.FixtureRequest) -> HostKernel:
+    """evenkv_cuda for the host, of the specialisation that the test module names."""
+    from host_kernel import build_host_kernel  # and torch with it, which other tests do not need
+
+    folder = request.getfixturevalue("tmp_path_factory").mktemp(name.lower())
+    return build_host_kernel(getattr(request.module, name), folder)
+
+
+@pytest.fixture(scope="module")
+def bf16(request: pytest.FixtureRequest) -> HostKernel:
+    return _build_host_kernel("BF16", request)
+
+
+@pytest.fixture(scope="module")
+def fp8(request: pytest.FixtureRequest) -> HostKernel:
+    return _build_host_kernel("FP8", request)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from host_kernel import HostKernel, Report, Room, build_host_kernel, check_kernel
+from host_kernel import HostKernel, Report, Room, check_kernel
 
 from evenkv.numerics.judge import bit_equal
 from evenkv.numerics.problem import make_problem
@@ -24,16 +24,6 @@ WAYS = {
     "tail": {**UNEVEN, "part_tokens": 128, "tail_slot": 128, "tail_scale": 3},
     "batch-invariant": {"invariant_tokens": 16},
 }
-
-
-@pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> HostKernel:
-    return build_host_kernel(BF16, tmp_path_factory.mktemp("bf16"))
-
-
-@pytest.fixture(scope="module")
-def fp8(tmp_path_factory: pytest.TempPathFactory) -> HostKernel:
-    return build_host_kernel(FP8, tmp_path_factory.mktemp("fp8"))
 
 
 @pytest.mark.parametrize("tokens", [48 * 16, 49 * 16, 56 * 16 + 3, 63 * 16])

@@ -48,16 +48,6 @@ of_all_ways = pytest.mark.parametrize("way", ALL_WAYS.values(), ids=ALL_WAYS)
 PAIRS = Room(workers=6, resident=1)
 
 
-@pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> HostKernel:
-    return build_host_kernel(BF16, tmp_path_factory.mktemp("bf16"))
-
-
-@pytest.fixture(scope="module")
-def fp8(tmp_path_factory: pytest.TempPathFactory) -> HostKernel:
-    return build_host_kernel(FP8, tmp_path_factory.mktemp("fp8"))
-
-
 def _lengths(rng: random.Random) -> list[int]:
     top = rng.choice([1, 8, 40, 300, 900])
     return [rng.choice([0, 1, rng.randint(0, top), top]) for _ in range(rng.choice([1, 3, 9]))]

@@ -55,6 +55,13 @@ def choose_gpus(wanted: str, available: Sequence[str]) -> list[str]:
     return list(available[: int(wanted)])
 
 
+def usable_cores() -> list[int]:
+    """Cores that this process may use: one of several shards has a part of the machine's."""
+    if hasattr(os, "sched_getaffinity"):  # not every system lets a process choose
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 2))
+
+
 def share_cores(cores: Sequence[int], number: int, count: int) -> list[int]:
     """The cores of process `number` of `count`: its own, so that none of them disturbs another's host times.
 
@@ -77,8 +84,7 @@ def run_shards(
         Of `evenkv bench`, without `--gpus`, `--shard` and `--json`.
     """
     processes: list[subprocess.Popen] = []
-    # Not every system lets a process choose its cores.
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = usable_cores()
     with contextlib.ExitStack() as stack:
         # Files, not pipes: nobody reads while they run, and a full pipe would stop them.
         logs = [
@@ -96,7 +102,7 @@ def run_shards(
                     start_new_session=True,
                 )
             )
-            if cores:
+            if hasattr(os, "sched_setaffinity"):
                 with contextlib.suppress(OSError):  # it ended already, or is not allowed to
                     own = share_cores(cores, number - 1, len(gpus))
                     os.sched_setaffinity(processes[-1].pid, own)

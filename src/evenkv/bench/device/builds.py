@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from queue import Empty, SimpleQueue
@@ -14,6 +13,7 @@ from evenkv.bench.device.subject import Subject
 from evenkv.bench.device.timing import CudaMachine
 from evenkv.bench.device.worker import Worker, WorkerFault
 from evenkv.bench.record import OURS
+from evenkv.bench.shards import usable_cores
 
 DEADLINE_S = 900.0
 _MOST_PROCESSES = 12
@@ -34,13 +34,6 @@ class Builder:
 
     def build(self, name: str, case: Case) -> None:
         Subject(name, self._index, "events", machine=self._machine).build(case)
-
-
-def _cores() -> int:
-    """That this process may use: one of several shards has a part of them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 2
 
 
 def build_jobs(
@@ -99,7 +92,7 @@ def build_all(
         finally:
             worker.end()
 
-    count = max(1, min(_MOST_PROCESSES, _cores() * 3 // 4, len(jobs)))
+    count = max(1, min(_MOST_PROCESSES, len(usable_cores()) * 3 // 4, len(jobs)))
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
     for thread in threads if jobs else []:
         thread.start()
