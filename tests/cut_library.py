@@ -47,6 +47,8 @@ class Cut(_Struct):
         ("whole_pages", ctypes.c_int32),
         ("dealt", ctypes.c_int32),
         ("least_dealt", ctypes.c_float),
+        ("whole_dealt", ctypes.c_int32),
+        ("alone", ctypes.c_int32),
     ]
 
 
@@ -151,6 +153,8 @@ class Visits:
         Of an uneven part before the tail, at most; less than the cut's where kv_indices is longer.
     tail_slot : int
         Where the tail begins.
+    mirrored : bool
+        Whether slots are counted from the last request on.
     """
 
     rows: np.ndarray
@@ -158,6 +162,7 @@ class Visits:
     even: bool
     part_tokens: float
     tail_slot: int
+    mirrored: bool
 
 
 class CutLibrary:
@@ -221,7 +226,8 @@ class CutLibrary:
         capacity = max(cut.numbers, cut.even_parts * shape.batch if cut.even_pages >= 0 else 0, shape.batch)
         rows = np.empty((capacity, 8), dtype=np.int32)
         ranges = np.empty((capacity, warps, 2), dtype=np.int32)
-        even, tail_slot, part_tokens = ctypes.c_int32(), ctypes.c_int32(), ctypes.c_double()
+        even, tail_slot, team, mirrored = (ctypes.c_int32() for _ in range(4))
+        part_tokens = ctypes.c_double()
         found = self._library.visit_all(
             ctypes.byref(choice),
             shape.batch,
@@ -237,9 +243,19 @@ class CutLibrary:
             ctypes.byref(even),
             ctypes.byref(part_tokens),
             ctypes.byref(tail_slot),
+            ctypes.byref(team),
+            ctypes.byref(mirrored),
         )
         assert found <= capacity, "more parts than numbers"
-        return Visits(rows[:found], ranges[:found], bool(even.value), part_tokens.value, tail_slot.value)
+        shared = ranges[:found, : team.value]
+        return Visits(
+            rows[:found],
+            shared,
+            bool(even.value),
+            part_tokens.value,
+            tail_slot.value,
+            bool(mirrored.value),
+        )
 
 
 @dataclass(frozen=True)

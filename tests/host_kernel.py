@@ -29,6 +29,8 @@ Outputs = tuple[torch.Tensor, torch.Tensor]
 _EDITS = (
     ("kernel.cuh", r"extern __shared__ .* raw\[\];", "uint8_t* raw = host_gpu::current->block->shared;"),
     ("kernel.cu", r"choose_cut\(", "host_gpu::choose("),
+    # Tensor copies in small problems too.
+    ("choose.h", r"kTensorSlots = \d+;", "kTensorSlots = 0;"),
 )
 
 # Outputs before a launch, and what lies around them: no result of a test's problem.
@@ -47,11 +49,14 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("kv_indptr", "kv_indices", "kv_last_page_len")]
-        + [(name, ctypes.c_int32) for name in ("batch", "page_size", "num_kv_indices", "num_kv_heads")]
+        + [
+            (name, ctypes.c_int32)
+            for name in ("batch", "page_size", "num_kv_indices", "num_kv_heads", "num_pages", "tensor_copies")
+        ]
         + [("by_page_size", ctypes.c_int32 * 2), ("cut", Cut)]
         + [(name, ctypes.c_void_p) for name in ("k_cache", "v_cache")]
         + [(f"{kv}_stride_{d}", ctypes.c_int64) for kv in "kv" for d in ("page", "slot", "head")]
-        + [("num_pages", ctypes.c_int32), ("units", ctypes.c_uint32 * 5), ("q", ctypes.c_void_p)]
+        + [("units", ctypes.c_uint32 * 5), ("q", ctypes.c_void_p)]
         + [("q_stride_batch", ctypes.c_int64), ("q_stride_head", ctypes.c_int64)]
         + [("k_scale", ctypes.c_void_p), ("sm_scale", ctypes.c_float)]
         + [("invariant_tokens", ctypes.c_int32), ("always_cut", ctypes.c_int32)]
@@ -73,6 +78,7 @@ class _Forced(_Integers):
             "tail_scale",
             "least_64ths",
             "dealt",
+            "alone",
             "is_even",
             "is_uncut",
         )
@@ -88,6 +94,7 @@ class _Options(_Integers):
         ("copies_early", ctypes.c_int32),
         ("any_order", ctypes.c_int32),
         ("scratch_byte", ctypes.c_int32),
+        ("by_lanes", ctypes.c_int32),
     ]
 
 
@@ -107,6 +114,7 @@ class Report(_Integers):
             "places_written",
             "counters_left",
             "block_bytes",
+            "tensor_copies",
         )
     ]
 
@@ -181,6 +189,7 @@ class HostKernel:
         early: bool = False,
         any_order: bool = True,
         scratch_byte: int = 0xFF,
+        by_lanes: bool = False,
         report: Report | None = None,
         **forced: int,
     ) -> Outputs:
@@ -206,6 +215,8 @@ class HostKernel:
             Clusters start in any order.
         scratch_byte : int
             Fills all scratch before the launch.
+        by_lanes : bool
+            No tensor copies, although page sizes allow them.
         report : Report, optional
             Filled in.
         **forced : int
@@ -221,7 +232,7 @@ class HostKernel:
             ctypes.byref(params),
             self._device_of(room),
             ctypes.byref(_Forced(**forced)),
-            ctypes.byref(_Options(running, seed, early, any_order, scratch_byte)),
+            ctypes.byref(_Options(running, seed, early, any_order, scratch_byte, by_lanes)),
             ctypes.byref(report),
         )
         assert fault is None, fault.decode()
@@ -304,6 +315,7 @@ def check_kernel(
     assert faults == [], f"{told}: {faults}"
     seed = options.pop("seed", 0) + 1
     options["running"] = 1 + (options.pop("running", 2) + seed) % 5
-    again = kernel(problem, early=True, any_order=seed % 2 == 0, scratch_byte=0x41, seed=seed, **options)
+    changed = {"early": True, "any_order": seed % 2 == 0, "scratch_byte": 0x41, "by_lanes": seed % 3 > 0}
+    again = kernel(problem, seed=seed, **changed, **options)
     assert bit_equal(again, late), told
     return report

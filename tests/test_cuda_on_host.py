@@ -39,6 +39,7 @@ WAYS = {
     "tail": TAIL,
     "dealt": DEALT,
     "hardly dealt": {**LONG, "dealt": 14},
+    "dealt to blocks": {**DEALT, "alone": 1},
 }
 INVARIANT = {"invariant_tokens": 64}
 ALL_WAYS = {**WAYS, "batch-invariant": INVARIANT}
@@ -128,12 +129,12 @@ def test_which_fp8_problems_take_two_heads_a_block(fp8: HostKernel) -> None:
 
 
 def test_large_fp8_batches_take_two_heads_a_block_and_two_blocks_an_sm(fp8: HostKernel) -> None:
-    """Whatever shapes say of 24,576 slots an SM and more: kv_indices may be longer than requests are."""
+    """Whatever shapes say of 12,288 slots an SM and more: kv_indices may be longer than requests are."""
     sm_bytes = 228 * 1024
     for batch, few in ((1, False), (2, False), (3, True)):
         problem = make_problem(replace(FP8, page_size=64), [90, 0, 700][:batch], seed=batch)
         ids = problem.tensors["kv_indices"]
-        pages = 24_576 // (2 * 64)
+        pages = 12_288 // (2 * 64)
         for listed, heads in ((pages, 2), (pages - 1, 1)):
             tensors = {"kv_indices": torch.cat([ids, ids.new_zeros(listed - len(ids))])}
             report = check_kernel(fp8, problem.with_tensors(**tensors), room=Room(1, 8), seed=batch)
@@ -228,6 +229,60 @@ def test_many_requests(bf16: HostKernel) -> None:
     problem = make_problem(spec, [0, 3, 90, *[1] * 296, 0, 40])
     report = check_kernel(bf16, problem, running=8, is_even=-1, part_tokens=16, is_uncut=-1)
     assert report.places_written >= 6 + 3
+
+
+@pytest.mark.parametrize("batch", [3, 17, 31, 32])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_dealt_numbers_are_used(bf16: HostKernel, batch: int, alone: int) -> None:
+    """Each request's parts by a lane of its own: nearly as many as there are numbers."""
+    lengths = [(40 + 37 * r % 300) for r in range(batch)]
+    problem = make_problem(replace(BF16, num_qo_heads=2, num_kv_heads=1), lengths, seed=batch)
+    options = {**LONG, "dealt": 2 * batch + 4, "alone": alone, "splits": 2}
+    report = check_kernel(bf16, problem, running=5, **options)
+    # All but the requests that stay whole, of which there may be some, in two parts and more.
+    assert 1.2 * batch < report.places_written <= report.numbers == 2 * batch + 4
+
+
+@pytest.mark.parametrize("place", [0, 1, 4, 7])
+@pytest.mark.parametrize("listed", [1.0, 1.7])
+def test_cells_from_either_end(bf16: HostKernel, place: int, listed: float) -> None:
+    """The longest request in the first half or in the second; in a list of page ids that is longer, too."""
+    lengths = [70, 0, 40, 90, 8, 33, 64, 50]
+    lengths[place] = 700
+    problem = make_problem(BF16, lengths, seed=place)
+    ids = problem.tensors["kv_indices"]
+    more = torch.zeros(int(len(ids) * (listed - 1)), dtype=torch.int32)
+    problem = problem.with_tensors(kv_indices=torch.cat([ids, more]))
+    for part_tokens, tail in ((32, {}), (64, {"tail_slot": 320, "tail_scale": 1})):
+        options = {"is_uncut": -1, "part_tokens": part_tokens, "splits": 1, **tail}
+        report = check_kernel(bf16, problem, room=Room(1, 1), running=5, **options)
+        assert report.places_written >= BF16.num_kv_heads * 700 // 64
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16, 48, 64])
+def test_whole_tiles_are_copied_by_tensor(bf16: HostKernel, fp8: HostKernel, page_size: int) -> None:
+    """Where pages hold 16 rows side by side, whatever the strides; the last tokens of a walk by lanes.
+
+    Not rows of 256 bytes, nor requests that stay whole.
+    """
+    for kernel, spec in ((bf16, BF16), (fp8, FP8)):
+        wanted, has_any = replace(spec, page_size=page_size), kernel is fp8 and page_size % 16 == 0
+        for interleaved in (False, True):
+            problem = make_problem(wanted, [200, 0, 96, 7], interleaved=interleaved)
+            for way in (UNCUT, EVEN, UNEVEN, DEALT):
+                report = check_kernel(kernel, problem, room=Room(20), **way)
+                copies = report.tensor_copies
+                assert (copies > 0) == (has_any and way is not UNCUT)
+                # K and V of 16 rows of a head each; 32 rows a tile.
+                assert copies <= (200 // 32 + 96 // 32) * 2 * 2 * spec.num_kv_heads
+            keys, values = (
+                problem.tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
+                for name in ("k_cache", "v_cache")
+            )
+            report = check_kernel(kernel, problem.with_tensors(k_cache=keys, v_cache=values), **DEALT)
+            assert (report.tensor_copies > 0) == has_any, "heads outside of slots"
+            report = check_kernel(kernel, problem.with_tensors(k_cache=keys), **DEALT)
+            assert report.tensor_copies == 0, "K and V in two orders"
 
 
 @of_all_ways

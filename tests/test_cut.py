@@ -15,6 +15,7 @@ from cut_library import (
     INDEX,
     INVARIANT_TOKENS,
     KERNEL,
+    NUMBER,
     PLACE,
     REQUEST,
     Choice,
@@ -54,7 +55,11 @@ def tables(draw: st.DrawFn, most_tokens: int = 60_000) -> tuple[int, list[int], 
     """page_size, kv_indptr and lengths: even batches, uneven ones, empty requests, pages without tokens."""
     page_size = draw(st.sampled_from([1, 5, 16, 48, 64, 256]))
     top = draw(st.sampled_from([0, 1, 16, 100, 1000, 5000, most_tokens]))
-    batch = draw(st.one_of(st.integers(1, 12), st.sampled_from([64, 255, 256, 257, 1024, 1025, 1500])))
+    batch = draw(
+        st.one_of(
+            st.integers(1, 12), st.sampled_from([17, 31, 32, 33, 40, 64, 255, 256, 257, 1024, 1025, 1500])
+        )
+    )
     if batch <= 12:
         each = st.one_of(st.just(0), st.just(top), st.integers(0, top))
         lengths = draw(st.lists(each, min_size=batch, max_size=batch))
@@ -100,7 +105,9 @@ def _check_visits(
     assert (each >= 0).all() and (each.max(1) - each.min(1) <= 1).all(), "tiles are not dealt evenly"
 
     sizes = rows[:, END] - rows[:, BEGIN]
-    slots = np.asarray(kv_indptr, dtype=np.int64)[request] * shape.page_size
+    pages = np.asarray(kv_indptr, dtype=np.int64)
+    counted = min(pages[-1], shape.num_kv_indices)
+    slots = (counted - pages[request + 1] if v.mirrored else pages[request]) * shape.page_size
     begins = slots + rows[:, BEGIN] * shape.tile_tokens
     late = (begins > v.tail_slot - shape.tile_tokens) & (not v.even and cut.tail_scale > 0 and not cut.dealt)
     for which in (late, ~late):
@@ -108,6 +115,8 @@ def _check_visits(
         np.maximum.at(longest, request[which], sizes[which])
         np.minimum.at(shortest, request[which], sizes[which])
         assert (longest - shortest <= 1).all(), "a request's tiles are not dealt evenly"
+    if not v.even and cut.dealt > 0:
+        assert (2 * sizes[count > 1] + 2 >= cut.least_dealt).all(), "a part is too short"
     if not v.even and cut.dealt == 0:
         # Fitted lengths need not be multiples of a tile.
         slack = 2 * shape.tile_tokens if v.part_tokens < cut.part_tokens * (1 - 1e-6) else 0
@@ -137,9 +146,9 @@ def _check_choice(shape: Shape, room: Room, invariant: int, may_stay_uncut: bool
     if choice.uncut:
         assert may_stay_uncut and not invariant and items <= at_once and choice.clusters == shape.batch
         assert cut.places == 0 and cut.even_parts == 1
-        # A request that holds all tokens leaves a warp 28 tiles at most.
+        # A request that holds all tokens leaves a warp 56 tiles at most.
         step = shape.block_tokens * choice.splits
-        assert shape.slots <= 28 * step or shape.batch == 1
+        assert shape.slots <= 56 * step or shape.batch == 1
     if invariant:
         assert choice.splits == 1 and cut.even_pages == -1 and cut.part_tokens == invariant
         assert cut.least_share == 1
@@ -147,12 +156,15 @@ def _check_choice(shape: Shape, room: Room, invariant: int, may_stay_uncut: bool
         return
     assert (cut.even_pages == 2**31 - 1) == (shape.batch == 1)
     if cut.dealt > 0:
-        assert 1 < shape.batch <= min(32, cut.dealt) and shape.units * cut.dealt <= at_once
-        assert cut.numbers == cut.dealt <= choice.clusters and cut.places >= 2 * cut.dealt
+        blocks = choice.splits if cut.alone else 1  # that take a part each
+        assert 1 < shape.batch <= min(32, cut.dealt) and shape.units * cut.dealt <= at_once * blocks
+        assert cut.numbers == cut.dealt <= choice.clusters * blocks and cut.places >= 2 * cut.dealt
         assert cut.least_dealt >= 1
+        assert not cut.alone or shape.units * choice.clusters <= at_once, "not all at once"
     # Scratch is bounded by the device and the number of units, whatever the batch.
     cells = 1 << cut.tail_scale  # of the tail, for one before it
-    assert shape.units * cut.places <= (cells + 2) * at_once + (3 * cells + 2) * shape.units
+    teams = at_once * (choice.splits if cut.alone else 1)
+    assert shape.units * cut.places <= (cells + 2) * teams + (3 * cells + 2) * shape.units
 
 
 @settings(max_examples=400, **RELAXED)
@@ -206,6 +218,7 @@ def _tables_of(lengths: Sequence[int], page_size: int) -> list[int]:
     tail_scale=st.sampled_from([0, 1, 2, 3]),
     tail_64ths=st.integers(0, 64),
     dealt=st.sampled_from([0, 0, 1, 2, 5, 40, 300]),
+    alone=st.booleans(),
 )
 def test_every_cut_that_the_host_may_ask_for(
     library: CutLibrary,
@@ -220,6 +233,7 @@ def test_every_cut_that_the_host_may_ask_for(
     tail_scale: int,
     tail_64ths: int,
     dealt: int,
+    alone: bool,
 ) -> None:
     """Parts far shorter than any that choose.h asks for."""
     kv_indptr = _tables_of(lengths, page_size)
@@ -237,7 +251,7 @@ def test_every_cut_that_the_host_may_ask_for(
         cut.tail_scale = min(tail_scale, tile_multiple.bit_length() - 1)
         if cut.tail_scale > 0:
             cut.tail_slot = 1 + shape.slots * tail_64ths // 64
-        cut.dealt, cut.least_dealt = dealt and dealt + len(lengths), 1
+        cut.dealt, cut.least_dealt, cut.alone = dealt and dealt + len(lengths), 1, dealt > 0 and alone
         library.number(choice, shape)
     found = library.visits(shape, choice, kv_indptr, lengths)
     assert found.even == even
@@ -258,7 +272,7 @@ def test_dealt_parts_are_nearly_as_short_as_the_numbers_allow(library: CutLibrar
         if choice.cut.dealt == 0 or found.even or choice.uncut:
             continue
         _check_visits(shape, choice, kv_indptr, lengths, found)
-        tiles, whole = [-(-length // 16) for length in lengths], choice.cut.whole_tokens // 16
+        tiles, whole = [-(-length // 16) for length in lengths], choice.cut.whole_dealt
 
         def needed(most: int, tiles: list[int] = tiles, whole: int = whole) -> int:
             return sum(1 if own <= whole else -(-own // most) for own in tiles)
@@ -368,7 +382,7 @@ def _equal(library: CutLibrary, batch: int, length: int, times: int = 1, row_byt
     [
         (64, 4096, False),  # 1.3 waves of 396 blocks
         (128, 4096, False),  # 2.6
-        (256, 4096, False),  # 5.2
+        (256, 4096, True),  # 5.2
         (512, 4096, True),  # 10.3
         (96, 4096, True),  # 1.94: the last wave is nearly full
         (64, 1000, True),  # short ones are not worth it
@@ -426,6 +440,19 @@ def test_one_long_request_among_short_ones_is_cut_for_all_sms(library: CutLibrar
     assert not found.even and not choice.uncut
     parts = int(found.rows[found.rows[:, REQUEST] == 0, COUNT][0])
     assert shape.units * parts >= H200.workers, "SMs are left without work"
+
+
+def test_a_long_request_begins_early_wherever_it_stands(library: CutLibrary) -> None:
+    """Behind short ones the same parts in the same order as before them."""
+    shape, parts = Shape(8, 64, 16, 12_224), {}
+    for place in (0, 63):
+        lengths = [1024] * 64
+        lengths[place] = 131_072
+        found = library.visits(shape, library.choose(shape, H200), _tables_of(lengths, 16), lengths)
+        assert not found.even and found.mirrored == (place == 63)
+        parts[place] = found.rows[:, [NUMBER, INDEX, COUNT, FIRST, PLACE, BEGIN, END]].tolist()
+        assert (found.rows[:20, REQUEST] == place).all(), "its parts are not the first"
+    assert parts[0] == parts[63]
 
 
 def test_an_even_batch_in_a_longer_list_is_still_cut_for_all_sms(library: CutLibrary) -> None:

@@ -68,10 +68,10 @@ def test_time_follows_bytes_and_balance(model: cut_model.CutModel) -> None:
 
 
 def test_variants_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--variants", "base,kTailHalvings=0", "--cases", "logn b32 mean8192 sigma1 kv8 fp8"]
+    arguments = ["--variants", "base,kLargeTailHalvings=0", "--cases", "logn b64 mean8192 sigma1 kv8 fp8"]
     monkeypatch.setattr(sys, "argv", ["cut_model.py", *arguments])
     cut_model.main()
     head, row = capsys.readouterr().out.splitlines()
-    assert head.split()[1:] == ["base", "kTailHalvings=0"]
+    assert head.split()[1:] == ["base", "kLargeTailHalvings=0"]
     base, no_tail = (float(word) for word in row.split()[-2:])
     assert base < 0.95 * no_tail

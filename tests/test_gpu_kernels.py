@@ -35,8 +35,10 @@ SPECS = [
     DecodeSpec(64, 4, 128, 16),
     DecodeSpec(32, 4, 128, 16, "float8_e4m3fn"),
 ]
-# decode_kernel<kHeads, kUncut>, as the profiler writes it.
-_KERNEL = re.compile(r"decode_kernel(?:<(?:\(int\))?(\d), *(?:\(bool\))?(true|false|0|1)>|ILi(\d)ELb([01])E)")
+# decode_kernel<kHeads, kUncut, kTensor>, as the profiler writes it.
+_KERNEL = re.compile(
+    r"decode_kernel(?:<(?:\(int\))?(\d), *(?:\(bool\))?(true|false|0|1),|ILi(\d)ELb([01])EL)"
+)
 
 
 def _kernels(call: Callable[[], None]) -> list[tuple[int, bool]]:
@@ -105,6 +107,43 @@ def test_every_way_of_cutting(spec: DecodeSpec, symbol: str) -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert bit_equal((output.cpu(), lse.cpu()), first), lengths
+
+
+TENSOR_SPECS = (
+    DecodeSpec(8, 2, 128, 16, "float8_e4m3fn"),
+    DecodeSpec(8, 2, 64, 16),
+    DecodeSpec(24, 2, 64, 64, "float8_e4m3fn"),
+    DecodeSpec(8, 2, 128, 16),
+)
+
+
+@pytest.mark.parametrize("spec", [*TENSOR_SPECS, SPECS[0]], ids=lambda spec: spec.short_name)
+def test_tensor_copies_are_used_and_right(spec: DecodeSpec) -> None:
+    """Where pages hold 16 rows of up to 128 bytes, in every layout; page ids out of range amid a walk."""
+    run, used = load_cuda_function(spec, "run_always_cut"), load_cuda_function(spec, "last_tensor_copies")
+    row_bytes = spec.head_dim * (1 if spec.is_fp8 else 2)
+    wanted = torch.cuda.get_device_capability()[0] >= 9 and spec.page_size % 16 == 0 and row_bytes <= 128
+    for interleaved in (False, True):
+        problem = make_problem(spec, [2000, 0, 96, 7, 300], interleaved=interleaved).to("cuda")
+        heads_outside = {
+            name: problem.tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
+            for name in ("k_cache", "v_cache")
+        }
+        for given in (problem, problem.with_tensors(**heads_outside)):
+            outputs = given.empty_outputs()
+            run(*given.inputs(), *outputs)
+            torch.cuda.synchronize()
+            assert (used() > 0) == wanted, "by lanes or by tensor"
+            assert check_outputs(spec, *outputs, *reference(problem)) == []
+    ids = problem.tensors["kv_indices"].clone()
+    ids[3] = len(problem.tensors["k_cache"])
+    bad = problem.with_tensors(kv_indices=ids)
+    output, lse = bad.empty_outputs()
+    run(*bad.inputs(), output, lse)
+    torch.cuda.synchronize()
+    right = reference(problem)
+    assert output[0].isnan().all() and lse[0].isnan().all()
+    assert check_outputs(spec, output[1:], lse[1:], right[0][1:], right[1][1:]) == []
 
 
 FIRST_CALL = """

@@ -11,34 +11,38 @@ from functools import cache
 from pathlib import Path
 
 from kernel_edits import Edit, before
+from kernel_knobs import VARIANT, knob_edits
 
 _SOURCES = Path(__file__).parents[1] / "src/evenkv/kernels/evenkv_cuda"
 
 NUMBERS: dict[str, tuple[str, ...]] = {
     # How large clusters grow, and when requests stay whole.
     "kGrowTiles": ("1", "4"),
-    "kSmallSlots": ("512", "2048"),
+    "kSmallBytes": ("1 << 17", "1 << 19"),
     "kLargeSplits": ("1", "4"),
     "kUncutTiles": ("4", "16"),
-    "kWorstTiles": ("14", "56"),
+    "kWorstTiles": ("14", "28"),
     # Parts of even requests.
     "kEven100": ("110", "150"),
     "kEvenTiles": ("1", "4"),
     "kEvenBlocks": ("1", "3"),
-    "kLargeEvenBlocks": ("2",),
     "kMostEvenParts": ("16", "64"),
     "kLevel10": ("0", "30"),
     "kWaves10": ("15", "40"),
     "kLongBytes": ("1 << 17", "1 << 19"),
     "kFullWave100": ("70", "95"),
     "kLargeSlots": ("12288", "49152"),
+    "kPairSlots": ("7936", "24576"),
     # Parts of uneven ones.
     "kFair100": ("50", "67", "80"),
     "kFairTiles": ("0", "1", "4"),
     "kTailTokens": ("512", "1024"),
     "kPairTailTokens": ("256", "1024"),
     # Dealt ones.
-    "kDealtBytes": ("0", "1 << 20", "5 << 20"),
+    "kDealtBytes": ("0", "1 << 21", "5 << 20"),
+    "kAloneParts": ("0", "16"),
+    # Tensor copies: from how many slots an SM on; never.
+    "kTensorSlots": ("0", "8192", "1LL << 40"),
     "kSmallDealt100": ("30", "60"),
     "kDealt100": ("10", "100"),
     "kMostAtOnce": ("16", "24", "9999"),
@@ -133,8 +137,9 @@ _NAMED: dict[str, list[Edit]] = {
     "pairs always": [_PAIRS_ALWAYS],
     "many pairs": [("choose.h", "Width{2, items > 2 * few}", "Width{2, false}")],
     "pairs of large batches": [
-        ("choose.h", "window || is_large(s, room) ?", "(window && false) || is_large(s, room) ?")
+        ("choose.h", "window || slots_an_sm(s, room) >= kPairSlots ?", "slots_an_sm(s, room) >= kPairSlots ?")
     ],
+    "merges of 16": [("merge_blocks.cuh", "kBatch = kQuads > 1 ? 4 : 8;", "kBatch = kQuads > 1 ? 4 : 16;")],
     "pairs of 16 bits": [("tuning.cuh", "kRowBytes <= 128;", "kWarps == 4;")],
     "2 warps": _block("2", "2", "6"),
     "3 warps": [*_block("3", "2", "4"), _PAIRS_NEVER],
@@ -146,6 +151,8 @@ _NAMED: dict[str, list[Edit]] = {
     "2 resident": [number("kResident", "2")],
     "short rows": _SHORT_ROWS,
     "short blocks": _SHORT_BLOCKS,
+    # Every number of choose.h from the environment: kernel_sweep.py.
+    VARIANT: knob_edits(),
 }
 _NUMBERED = {f"{name}={value}": [number(name, value)] for name, values in NUMBERS.items() for value in values}
 

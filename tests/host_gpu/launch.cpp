@@ -9,7 +9,7 @@ namespace host_gpu {
 
 // What a test wants instead of what shapes settle, so that small problems are cut in many ways. 0: as chosen.
 struct Forced {
-  int32_t splits, clusters, even_parts, part_tokens, tail_slot, tail_scale, least_64ths, dealt;
+  int32_t splits, clusters, even_parts, part_tokens, tail_slot, tail_scale, least_64ths, dealt, alone;
   int32_t is_even;   // 1: whatever the lengths; -1: never
   int32_t is_uncut;  // 1: yes, where the launcher allows it; -1: no
 };
@@ -27,7 +27,9 @@ Choice choose(const Shape& s, const DeviceRoom& room, int64_t invariant_tokens, 
   cut.tail_scale = forced.tail_scale;
   cut.least_share = forced.least_64ths != 0 ? forced.least_64ths / 64.0f : 1.0f;
   cut.dealt = forced.dealt;
+  cut.alone = forced.alone;
   cut.least_dealt = 1.0f;
+  cut.whole_dealt = 0;
   cut.least_even_tokens = cut.whole_tokens = cut.whole_pages = 0;
   if (forced.is_even != 0) cut.even_pages = forced.is_even > 0 ? INT32_MAX : -1;
   choice.uncut = forced.is_uncut > 0 ? may_stay_uncut : choice.uncut && forced.is_uncut == 0;
@@ -68,6 +70,7 @@ struct Report {
   int32_t places_written;           // of all units
   int32_t counters_left;            // not zero after the launch
   int32_t block_bytes;              // of shared memory
+  int32_t tensor_copies;            // of 16 rows
 };
 
 // How a launch runs.
@@ -77,15 +80,19 @@ struct Options {
   int32_t copies_early;  // at once, or only when a lane waits for them
   int32_t any_order;     // clusters start in an order that the seed draws too
   int32_t scratch_byte;  // fills scratch before the launch
+  int32_t by_lanes;      // no tensor copies
 };
 
-Kernel kernel;
+// Which kernel runs: one of the two.
+void (*plain)(DecodeParams, NoMaps);
+void (*tensor)(DecodeParams, CacheMaps);
 DecodeParams params;
+CacheMaps maps;
 Options options;
 Report report;
 
 void enter() {
-  kernel(params);
+  plain != nullptr ? plain(params, {}) : tensor(params, maps);
   current->done = true;
   ++progress;
   _longjmp(scheduler, 1);
@@ -234,13 +241,34 @@ int32_t count_written(int64_t places, int64_t floats) {
   return found;
 }
 
+// Sets which kernel runs, and what the report says of it. Without tensor copies, its twin runs in its place.
+template <int kHeads>
+void find_kernel_of(const void* function) {
+  const auto is = [&](auto kernel) { return function == reinterpret_cast<const void*>(kernel); };
+  const auto cut = decode_kernel<kHeads, false, false>, uncut = decode_kernel<kHeads, kHeads == 1, false>;
+  plain = is(cut) ? cut : is(uncut) ? uncut : nullptr;
+  report.is_uncut = kHeads == 1 && is(uncut);
+  if constexpr (kHasTensorCopies) {
+    tensor = is(decode_kernel<kHeads, false, true>) ? decode_kernel<kHeads, false, true> : nullptr;
+    if (tensor != nullptr && options.by_lanes != 0) plain = cut;
+  }
+  report.heads = plain != nullptr || tensor != nullptr ? kHeads : 0;
+}
+
+void find_kernel(const void* function) {
+  tensor = nullptr;
+  find_kernel_of<1>(function);
+  if constexpr (kHasPairs) {
+    if (report.heads == 0) find_kernel_of<2>(function);
+  }
+}
+
 // cudaLaunchKernelExC.
 cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* function, void** arguments) {
-  kernel = reinterpret_cast<Kernel>(const_cast<void*>(function));
   params = *static_cast<const DecodeParams*>(arguments[0]);
-  const Kernel uncut = decode_kernel<1, true>, one = decode_kernel<1, false>;
-  report.is_uncut = kernel == uncut;
-  report.heads = kernel == uncut || kernel == one ? 1 : 2;
+  maps = *static_cast<const CacheMaps*>(arguments[1]);
+  tensor_copies = 0;
+  find_kernel(function);
   report.splits = static_cast<int32_t>(config.gridDim.x);
   report.units = static_cast<int32_t>(config.gridDim.y);
   report.clusters = static_cast<int32_t>(config.gridDim.z);
@@ -260,6 +288,7 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* function, voi
   run_blocks(config);
   if (!fault.empty()) return 1;
   report.places_written = count_written(places, floats);
+  report.tensor_copies = static_cast<int32_t>(tensor_copies);
   for (const auto& [key, entry] : scratch_of) {
     const Scratch& scratch = entry->scratch;
     report.counters_left += static_cast<int32_t>(std::count_if(
@@ -283,9 +312,9 @@ int32_t* found;
 int32_t num_numbers;
 Fit fit;
 
-void find_all(DecodeParams p) {
+void find_all(DecodeParams p, NoMaps) {
   for (int32_t i = 0; i < num_numbers; ++i) {
-    const int32_t request = find_request(p, numbers[i], p.num_kv_indices, fit);
+    const int32_t request = find_request(p, numbers[i], p.num_kv_indices, fit, false);
     if (threadIdx.x == 0) found[i] = request;
     if (__any_sync(kAllLanes, request != __shfl_sync(kAllLanes, request, 0))) fault = "lanes disagree";
   }
@@ -337,7 +366,7 @@ const char* find_requests(const DecodeParams* p, int32_t part_tokens, int32_t ta
   numbers = asked;
   found = requests;
   num_numbers = count;
-  kernel = find_all;
+  plain = find_all;
   fault.clear();
   inputs = inputs_of(params);
   options = {};

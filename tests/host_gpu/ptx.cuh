@@ -17,6 +17,7 @@
 #include <array>
 #include <deque>
 #include <initializer_list>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -46,6 +47,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
+#include "row_maps.cuh"
 #include "tuning.cuh"
 
 namespace evenkv {
@@ -57,6 +59,11 @@ namespace host_gpu {
 
 using Words = std::array<uint64_t, 6>;
 
+struct Copy {
+  uint8_t* dst;
+  const uint8_t* src;
+  uint32_t valid;  // of 16 bytes
+};
 struct Exchange {
   int arrived = 0;
   uint32_t phase = 0;
@@ -68,6 +75,11 @@ struct Barrier {
 };
 struct Index {
   uint32_t x = 0, y = 0, z = 0;
+};
+// Of a barrier at which bytes arrive: what was promised and asked for in the phase.
+struct Arrivals {
+  uint32_t phase = 0, promised = 0, asked = 0;
+  std::vector<Copy> copies;
 };
 struct Block;
 struct Cluster {
@@ -82,11 +94,7 @@ struct Block {
   Barrier barrier;
   std::vector<Exchange> warps;
   size_t running;  // warps
-};
-struct Copy {
-  uint8_t* dst;
-  const uint8_t* src;
-  uint32_t valid;  // of 16 bytes
+  std::map<uint32_t, Arrivals> arrivals;
 };
 struct Lane {
   ucontext_t context;
@@ -105,6 +113,7 @@ inline uint64_t progress;         // moves unless all lanes wait
 inline bool copies_arrive_early;  // at once, or only when a lane waits for them
 inline Index grid;
 inline std::string fault;
+inline int64_t tensor_copies;  // of the launch
 struct Memory {
   const char *begin, *end;
 
@@ -231,6 +240,7 @@ T __ldcg(const T* p) {
   evenkv::host_gpu::fault = "a load reads outside the launch's partials";
   return {};
 }
+inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline float __uint_as_float(uint32_t bits) { return evenkv::host_gpu::as_float(bits); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
@@ -318,6 +328,60 @@ void copy_async_wait() {
     for (const host_gpu::Copy& copy : groups.front()) host_gpu::arrive(copy);
   }
 }
+inline void start_barrier(uint32_t barrier) {
+  if (barrier % 8 != 0) host_gpu::fault = "a barrier is not aligned";
+  host_gpu::current->block->arrivals[barrier] = {};
+}
+inline void fence_barriers() {}
+inline void fence_for_copies() {}
+inline void prefetch_map(const RowMap&) {}
+inline void expect_bytes(uint32_t barrier, uint32_t bytes) {
+  auto& arrivals = host_gpu::current->block->arrivals;
+  if (arrivals.count(barrier) == 0 || arrivals[barrier].promised != 0) {
+    host_gpu::fault = "bytes are promised at a barrier that was not started, or twice";
+  }
+  arrivals[barrier].promised = bytes;
+}
+inline void copy_16_rows(uint32_t dst, const RowMap& map, int32_t first, int32_t near, int32_t far,
+                         int32_t page, uint32_t barrier) {
+  host_gpu::Arrivals& arrivals = host_gpu::current->block->arrivals[barrier];
+  const int64_t at[4] = {first, near, far, page};
+  for (int i = 0; i < 4; ++i) {
+    const bool inside = at[i] >= 0 && at[i] + map.box[i] <= map.sizes[i];
+    if (map.cache == nullptr || !inside) host_gpu::fault = "a tensor copy reads outside the cache";
+  }
+  if (!host_gpu::fault.empty()) return;
+  const uint8_t* src = map.cache + first;
+  for (int i = 0; i < 3; ++i) src += at[i + 1] * map.strides[i];
+  const uint64_t row_stride = map.box[1] == 16 ? map.strides[0] : map.strides[1];
+  const uint32_t mask = map.box[0] == 128 ? 7 : 3;
+  if (dst % (map.box[0] * (mask + 1)) != 0) host_gpu::fault = "a tensor copy is not aligned";
+  for (uint32_t row = 0; row < 16; ++row) {
+    for (uint32_t byte = 0; byte < map.box[0]; byte += 16) {
+      const uint32_t to = dst + row * map.box[0] + byte, swizzled = to ^ (to >> 7 & mask) << 4;
+      const host_gpu::Copy copy = {host_gpu::shared(swizzled), src + row * row_stride + byte, 16};
+      if (!host_gpu::is_input(copy.src, 16)) host_gpu::fault = "a tensor copy reads outside the inputs";
+      if (host_gpu::copies_arrive_early) {
+        if (host_gpu::fault.empty()) host_gpu::arrive(copy);
+      } else {
+        memset(copy.dst, 0xff, 16);
+        arrivals.copies.push_back(copy);
+      }
+      arrivals.asked += 16;
+    }
+  }
+  ++host_gpu::tensor_copies;
+}
+inline void wait_for_bytes(uint32_t barrier, uint32_t parity) {
+  host_gpu::Arrivals& arrivals = host_gpu::current->block->arrivals[barrier];
+  if ((arrivals.phase & 1) != parity) return;  // another lane saw it end
+  if (arrivals.promised == 0 || arrivals.promised != arrivals.asked) {
+    host_gpu::fault = "a lane waits for bytes that nobody asked for";
+    return;
+  }
+  for (const host_gpu::Copy& copy : arrivals.copies) host_gpu::arrive(copy);
+  arrivals = {arrivals.phase + 1};
+}
 template <typename T>
 const T* opaque(const T* p) {
   return p;
@@ -398,5 +462,9 @@ inline uint32_t widen_fp8x2(uint32_t pair) {
   if (kKvType == kE5M2) return (pair & 0xff) << 8 | (pair & 0xff00) << 16;
   return host_gpu::pack_f16(host_gpu::e4m3_value(pair & 0xff), host_gpu::e4m3_value(pair >> 8 & 0xff));
 }
+struct Wide {
+  uint32_t low, high;
+};
+inline Wide widen_fp8x4(uint32_t four) { return {widen_fp8x2(four), widen_fp8x2(four >> 16)}; }
 
 }  // namespace evenkv

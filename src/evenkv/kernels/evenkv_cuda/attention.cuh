@@ -207,10 +207,9 @@ struct Attention {
       if constexpr (kIsFp8) {
         uint32_t r[4];
         load_matrix_x4(r, swizzled(row_base, 2 * pair));
-        const uint32_t even_a[4] = {widen_fp8x2(r[0]), widen_fp8x2(r[1]), widen_fp8x2(r[0] >> 16),
-                                    widen_fp8x2(r[1] >> 16)};
-        const uint32_t odd_a[4] = {widen_fp8x2(r[2]), widen_fp8x2(r[3]), widen_fp8x2(r[2] >> 16),
-                                   widen_fp8x2(r[3] >> 16)};
+        const Wide w[4] = {widen_fp8x4(r[0]), widen_fp8x4(r[1]), widen_fp8x4(r[2]), widen_fp8x4(r[3])};
+        const uint32_t even_a[4] = {w[0].low, w[1].low, w[0].high, w[1].high};
+        const uint32_t odd_a[4] = {w[2].low, w[3].low, w[2].high, w[3].high};
 #pragma unroll
         for (int n = 0; n < kColumnBlocks; ++n) {
           mma_16x8x16(s[n], even_a, q[2 * pair][n][0], q[2 * pair][n][1]);
@@ -248,10 +247,9 @@ struct Attention {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           // A register holds two head dims of two tokens; the permute pairs the tokens of each head dim.
-          const uint32_t first = __byte_perm(r[2 * i], 0, 0x3120),
-                         second = __byte_perm(r[2 * i + 1], 0, 0x3120);
-          const uint32_t a[4] = {widen_fp8x2(first), widen_fp8x2(first >> 16), widen_fp8x2(second),
-                                 widen_fp8x2(second >> 16)};
+          const Wide first = widen_fp8x4(__byte_perm(r[2 * i], 0, 0x3120)),
+                     second = widen_fp8x4(__byte_perm(r[2 * i + 1], 0, 0x3120));
+          const uint32_t a[4] = {first.low, first.high, second.low, second.high};
 #pragma unroll
           for (int n = 0; n < kColumnBlocks; ++n) {
             mma_16x8x16(o[2 * pair + i][n], a, high[n][0], high[n][1]);

@@ -203,6 +203,8 @@ void fill_scratch(int64_t byte) {
   if (const char* error = evenkv::fill_scratch(static_cast<int32_t>(byte))) report(error);
 }
 
+int64_t last_tensor_copies() { return evenkv::last_tensor_copies(); }
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run<kByShapes>);
@@ -211,3 +213,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_batch_invariant, run<kBatchInvariant>);
 // The same arguments. Never the kernel for requests that stay whole: for tests and comparisons.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run_always_cut, run<kAlwaysCut>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_scratch, fill_scratch);
+// Whether the last call of this thread used tensor copies: 0, or in which order of dimensions.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(last_tensor_copies, last_tensor_copies);

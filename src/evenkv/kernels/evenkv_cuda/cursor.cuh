@@ -2,12 +2,22 @@
 // Lanes hold a window of 64 page ids, so that a step costs shuffles and no dependent load.
 #pragma once
 
+#include <type_traits>
+
 #include "params.h"
 #include "ptx.cuh"
 
 namespace evenkv {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// Of a call's caches; nothing for kernels without tensor copies, since a launch finds its parameters cold.
+struct CacheMaps {
+  RowMap keys, values;
+};
+struct NoMaps {};
+template <bool kTensor>
+using Maps = std::conditional_t<kTensor, CacheMaps, NoMaps>;
 
 // Where a request's slots begin within a unit, and how many tokens it has: the one reading of the page
 // tables.
@@ -37,24 +47,30 @@ struct Request {
 struct Tile {
   int32_t tokens;       // 0 to kTileTokens
   uint32_t unreadable;  // a bit for each token whose logits become NaN: its page id is out of range
+  bool by_tensor;       // its bytes arrive at the stage's barrier, else with the lane's own copies
 };
 
-// Tiles in shared memory: the 16-byte chunks of a row are permuted by XOR with the row's number, so that a
-// column of eight rows touches all banks. As XOR on addresses (tiles are aligned), each access costs one
-// instruction more and no register: swizzled_row gives a row's base, swizzled picks a chunk known at compile
-// time.
+// Tiles in shared memory: the 16-byte chunks of a row's piece are permuted by XOR with the row's number, so
+// that a column of eight rows touches all banks (the tensor copy's swizzle). As XOR on addresses (tiles are
+// aligned), each access costs one instruction more and no register: swizzled_row gives a row's base, swizzled
+// picks a chunk known at compile time.
 __device__ __forceinline__ uint32_t swizzled_row(uint32_t tile, int row) {
-  return tile + row * kRowBytes + (kRowBytes >= 128 ? row & 7 : row >> 1 & 3) * 16;
+  return tile + row * kPieceBytes + (kPieceBytes == 128 ? row & 7 : row >> 1 & 3) * 16;
 }
 __device__ __forceinline__ uint32_t swizzled(uint32_t row_base, int chunk) {
-  return kRowBytes >= 128 ? (row_base ^ (chunk & 7) * 16) + (chunk & ~7) * 16 : row_base ^ chunk * 16;
+  if constexpr (kPieceBytes < 128) return row_base ^ chunk * 16;
+  return (row_base ^ (chunk & 7) * 16) + (chunk >> 3) * 16 * kPieceBytes;
 }
 
+// Whole tiles of pages in range come by tensor copies in a kernel that has them.
+template <bool kTensor>
 class Cursor {
  public:
   // A walk over `tiles` of a request.
-  __device__ __forceinline__ Cursor(const DecodeParams& p, const Request& span, const TileRange& tiles)
+  __device__ __forceinline__ Cursor(const DecodeParams& p, const Maps<kTensor>& maps, const Request& span,
+                                    const TileRange& tiles)
       : p_(p),
+        maps_(maps),
         lane_(threadIdx.x & 31),
         id_limit_(span.first_page + span.pages),
         slot_(span.begin + tiles.begin * kTileTokens),
@@ -66,7 +82,7 @@ class Cursor {
   __device__ __forceinline__ bool more() const { return slot_ < end_; }
 
   // Enqueues the next tile's copies into `stage` (a shared address) and describes it. `head` is the KV head.
-  __device__ __forceinline__ Tile copy_tile(uint32_t stage, int32_t head) {
+  __device__ __forceinline__ Tile copy_tile(uint32_t stage, uint32_t barrier, int32_t head) {
     const int32_t tile_slot = slot_, tile_tokens = min(kTileTokens, end_ - slot_);
     slot_ += kTileTokens;
     const int32_t first_index = divide(tile_slot, p_.by_page_size);
@@ -75,6 +91,11 @@ class Cursor {
       ids_now_ = ids_next_;
       ids_next_ = ids_later_;
       ids_later_ = load_id(id_base_ + 64 + lane_);
+    }
+    if constexpr (kTensor) {
+      if (tile_tokens == kTileTokens && copy_pages(stage, barrier, tile_slot, head)) {
+        return {tile_tokens, poison_, true};
+      }
     }
     const char* keys = static_cast<const char*>(p_.k_cache) + head * p_.k_stride_head * kElementBytes;
     const char* values = static_cast<const char*>(p_.v_cache) + head * p_.v_stride_head * kElementBytes;
@@ -114,7 +135,7 @@ class Cursor {
       copy_rows(stage, keys, page * p_.k_page_units + in_page * p_.k_slot_units, rows);
       copy_rows(value_stage, values, page * p_.v_page_units + in_page * p_.v_slot_units, rows);
     }
-    return {tile_tokens, unreadable | poison_};
+    return {tile_tokens, unreadable | poison_, false};
   }
 
  private:
@@ -134,12 +155,40 @@ class Cursor {
     const int32_t next = __shfl_sync(kAllLanes, ids_next_, k & 31);
     return k < 32 ? now : next;
   }
+  // Copies a whole tile, 16 rows at a time, if all of its page ids are in range.
+  __device__ __forceinline__ bool copy_pages(uint32_t stage, uint32_t barrier, int32_t tile_slot,
+                                             int32_t head) {
+    int32_t pages[kTileRowBlocks], in_page[kTileRowBlocks];
+    bool readable = true;
+#pragma unroll
+    for (int block = 0; block < kTileRowBlocks; ++block) {
+      const int32_t slot = tile_slot + block * 16;
+      const int32_t index = divide(slot, p_.by_page_size);
+      pages[block] = listed_id(index);
+      in_page[block] = slot - index * p_.page_size;
+      readable = readable && static_cast<uint32_t>(pages[block]) < static_cast<uint32_t>(p_.num_pages);
+    }
+    if (!readable) return false;
+    if (lane_ == 0) {
+      expect_bytes(barrier, kTileBytes);
+      const bool is_heads_first = p_.tensor_copies == kHeadsFirst;
+#pragma unroll
+      for (int block = 0; block < kTileRowBlocks; ++block) {
+        const uint32_t dst = stage + block * 16 * kRowBytes;
+        const int32_t near = is_heads_first ? head : in_page[block], page = pages[block];
+        const int32_t far = is_heads_first ? in_page[block] : head;
+        copy_16_rows(dst, maps_.keys, 0, near, far, page, barrier);
+        copy_16_rows(dst + kTileTokens * kRowBytes, maps_.values, 0, near, far, page, barrier);
+      }
+    }
+    return true;
+  }
   // One copy of the warp: 16 bytes a lane.
   static constexpr int kLanesPerRow = kRowBytes / 16;
   static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
   // A lane's place `rows` (a multiple of the rows of one copy) further down.
   static __device__ __forceinline__ uint32_t later_row(uint32_t lane_dst, int rows) {
-    return (lane_dst ^ (kRowBytes >= 128 ? rows & 7 : rows >> 1 & 3) * 16) + rows * kRowBytes;
+    return (lane_dst ^ (kPieceBytes == 128 ? rows & 7 : rows >> 1 & 3) * 16) + rows * kPieceBytes;
   }
   // 16 rows at equal distances; rows from `wanted` on are zero-filled.
   __device__ __forceinline__ void copy_block(uint32_t dst, const char* src, int64_t row_stride,
@@ -169,6 +218,7 @@ class Cursor {
   }
 
   const DecodeParams& p_;
+  const Maps<kTensor>& maps_;
   const int lane_;
   const int32_t id_limit_;  // page ids that may be read
   int32_t slot_, end_;      // the next tile's first slot, and where the walk ends

@@ -8,7 +8,8 @@
 // Even: no request has more than `even_pages` pages. Each one owns `even_parts` numbers.
 // Uneven: a unit's slots are divided in cells: of `part_tokens`, from `tail_slot` on shorter ones, so that
 // the parts that end last are short. A part has no more tokens than a cell; in the tail half as many again,
-// since a request a little longer than a cell is better left whole. Request r's numbers begin at
+// since a request a little longer than a cell is better left whole. Slots are counted from the first request
+// on, or from the last one on (Part::mirrored). The numbers of the request that is r-th begin at
 // cell_of(first_slot(r)) + r, which leaves each request enough of them without a scan over lengths. Some are
 // nobody's.
 // Dealt, in place of that where shapes ask for it: few requests, all of whose parts run at once. A part has
@@ -100,6 +101,8 @@ struct Cut {
   int32_t whole_pages;        // even where no request has more, whatever share of kv_indices is counted
   int32_t dealt;              // numbers of a unit that are dealt to uneven requests; 0: those are in cells
   float least_dealt;          // tiles of such a part
+  int32_t whole_dealt;        // tiles of a request that is not cut
+  int32_t alone;              // not 0: each block takes such a part, be there clusters or not
 };
 
 // A part of a request. `count` parts make up the request.
@@ -107,6 +110,8 @@ struct Part {
   int32_t request, index, count;
   int32_t first;  // where the request's partials begin, and what counts their arrivals
   bool even;
+  int32_t order;  // of the request, where slots are counted from one end or the other
+  bool mirrored;  // from the last request on
   int32_t late,
       early_tiles;  // how many of the parts lie in the tail, and the tiles before it, if there are any
 
@@ -157,9 +162,10 @@ EVENKV_HOST_DEVICE int32_t cell_of(const Fit& fit, int32_t tail_scale, int32_t s
          divide(slot - fit.tail_slot + kMostTileTokens, fit.by_part_tokens, tail_scale);
 }
 
-// The first number of a request that begins at `slot` of the unit; batch stands for the end.
-EVENKV_HOST_DEVICE int32_t uneven_number(const Fit& fit, int32_t tail_scale, int32_t request, int32_t slot) {
-  return cell_of(fit, tail_scale, slot) + request;
+// The first number of the request that is `order`-th and begins at `slot` of the unit; batch stands for the
+// end.
+EVENKV_HOST_DEVICE int32_t uneven_number(const Fit& fit, int32_t tail_scale, int32_t order, int32_t slot) {
+  return cell_of(fit, tail_scale, slot) + order;
 }
 
 // Tiles of a request of a dealt batch: its last page counts as full.
@@ -167,8 +173,8 @@ EVENKV_HOST_DEVICE int32_t dealt_tiles(int32_t slots, int32_t tile_tokens) {
   return (slots + tile_tokens - 1) / tile_tokens;
 }
 
-// Parts of a request where a part is to have about 1 / slope tiles at most. A request of up to `whole` tiles is
-// not cut.
+// Parts of a request where a part is to have about 1 / slope tiles at most. A request of up to `whole` tiles
+// is not cut.
 EVENKV_HOST_DEVICE int32_t dealt_parts(int32_t tiles, int32_t whole, float slope) {
   return tiles <= whole ? 1 : 1 + static_cast<int32_t>(static_cast<float>(tiles - 1) * slope);
 }
@@ -208,10 +214,11 @@ EVENKV_HOST_DEVICE void find_part(const Cut& cut, const Fit& fit, int32_t number
     }
   } else if (cut.dealt > 0) {  // already; a last page may have fewer tiles than was thought
     const int32_t tiles = (length + tile_tokens - 1) / tile_tokens;
-    if (part.count > tiles) part.count = tiles;
+    const int32_t most = tiles <= cut.whole_dealt && tiles > 0 ? 1 : tiles;
+    if (part.count > most) part.count = most;
   } else {
     part.first = cell_of(fit, cut.tail_scale, slot);
-    part.index = number - part.request - part.first;
+    part.index = number - part.order - part.first;
     int32_t early = length;  // tokens before the tail, in whole tiles
     if (whole) {
       part.count = length > 0 ? 1 : 0;
@@ -256,12 +263,10 @@ EVENKV_HOST_DEVICE TileRange tiles_of_part(int32_t tiles, const Part& part) {
   return {begin, begin + each + (index < more ? 1 : 0)};
 }
 
-// A part's tiles are dealt evenly to `by_warps` warps. At most 2^26 tiles and 32 warps: products of up to
-// 2^31.
-EVENKV_HOST_DEVICE TileRange tiles_of_warp(const Cut& cut, const TileRange& part, int32_t warp) {
+// A part's tiles are dealt evenly to so many warps. At most 2^26 tiles and 32 warps: products of up to 2^31.
+EVENKV_HOST_DEVICE TileRange tiles_of_warp(const Divisor& by_warps, const TileRange& part, int32_t warp) {
   const uint32_t tiles = part.end - part.begin, before = warp;
-  return {part.begin + divide(tiles * before, cut.by_warps),
-          part.begin + divide(tiles * (before + 1), cut.by_warps)};
+  return {part.begin + divide(tiles * before, by_warps), part.begin + divide(tiles * (before + 1), by_warps)};
 }
 
 }  // namespace evenkv

@@ -5,18 +5,35 @@
 
 namespace evenkv {
 
-// Pages of the longest request; 0 where kv_indptr falls: counted as even, every request is found and counters
-// return to zero (not where nobody asks: batch-invariant bits, more than kMostScanned requests). Every lane
-// returns the same value.
-__device__ __forceinline__ int32_t longest_request(const DecodeParams& p) {
-  int32_t longest = 0;
+// Pages of the longest request of each half of the batch; 0 where kv_indptr falls: counted as even, every
+// request is found and counters return to zero (not where nobody asks: batch-invariant bits, more than
+// kMostScanned requests). Each lane has seen some of the requests.
+struct Longest {
+  int32_t early, late;
+
+  // Of all lanes and requests.
+  __device__ __forceinline__ int32_t pages() const {
+    const uint32_t own = max(early, late);
+    const int32_t most = static_cast<int32_t>(__reduce_max_sync(kAllLanes, own));
+    return most == INT32_MAX ? 0 : most;
+  }
+  // Whether the longest request, of so many pages, is in the second half alone.
+  __device__ __forceinline__ bool is_late(int32_t pages) const {
+    return static_cast<int32_t>(__reduce_max_sync(kAllLanes, static_cast<uint32_t>(early))) < pages;
+  }
+};
+__device__ __forceinline__ Longest longest_requests(const DecodeParams& p) {
+  Longest longest = {0, 0};
 #pragma unroll 4
   for (int32_t request = threadIdx.x & 31; request < p.batch; request += 32) {
     const int32_t begin = __ldg(p.kv_indptr + request), end = __ldg(p.kv_indptr + request + 1);
-    longest = max(longest, end < begin ? INT32_MAX : end - begin);
+    const int32_t own = end < begin ? INT32_MAX : end - begin;
+    if (2 * request < p.batch)
+      longest.early = max(longest.early, own);
+    else
+      longest.late = max(longest.late, own);
   }
-  longest = static_cast<int32_t>(__reduce_max_sync(kAllLanes, static_cast<uint32_t>(longest)));
-  return longest == INT32_MAX ? 0 : longest;
+  return longest;
 }
 
 // A unit's slot where a page begins; pages beyond the listed ones begin where those end.
@@ -24,15 +41,21 @@ __device__ __forceinline__ int32_t listed_slot(const DecodeParams& p, int32_t pa
   return min(max(page, 0), listed) * p.page_size;
 }
 
-// The request that owns an uneven number; the batch where none does. Independent loads first: batches up to
-// 255 requests take one trip to memory. Every lane returns the same value. Apart from the kernel's own code:
-// a launch finds its instructions cold, and small problems must not step over these.
+// A unit's slot where the request that is `order`-th begins; the batch stands for the end.
+__device__ __forceinline__ int32_t ordered_slot(const DecodeParams& p, int32_t order, int32_t listed,
+                                                bool mirrored) {
+  const int32_t slot = listed_slot(p, __ldg(p.kv_indptr + (mirrored ? p.batch - order : order)), listed);
+  return mirrored ? listed * p.page_size - slot : slot;
+}
+
+// The order of the request that owns an uneven number; the batch where none does. A range
+// that a few passes count is not searched further. Every lane returns the same value. Apart from the
+// kernel's own code: a launch finds its instructions cold, and small problems must not step over these.
 __device__ __noinline__ int32_t find_request(const DecodeParams& p, int32_t number, int32_t listed,
-                                             const Fit fit) {
+                                             const Fit fit, bool mirrored) {
   const int lane = threadIdx.x & 31;
-  const auto begins_by = [&](int32_t request) {
-    return uneven_number(fit, p.cut.tail_scale, request,
-                         listed_slot(p, __ldg(p.kv_indptr + request), listed)) <= number;
+  const auto begins_by = [&](int32_t order) {
+    return uneven_number(fit, p.cut.tail_scale, order, ordered_slot(p, order, listed, mirrored)) <= number;
   };
   int32_t low = 0, high = p.batch + 1;  // the count of entries that begin by then lies in [low, high]
 #pragma unroll 1
@@ -44,18 +67,15 @@ __device__ __noinline__ int32_t find_request(const DecodeParams& p, int32_t numb
     low += passed * step;
     high = min(high, low + step);
   }
-  bool below[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int32_t entry = low + i * 32 + lane;
-    below[i] = entry < high && begins_by(entry);
-  }
   int32_t count = low;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) count += __popc(__ballot_sync(kAllLanes, below[i]));
+  // Not unrolled: instructions are as cold as kv_indptr, which the longest request's search has fetched.
+#pragma unroll 1
+  for (int32_t entry = low + lane; entry - lane < high; entry += 32)
+    count += __popc(__ballot_sync(kAllLanes, entry < high && begins_by(entry)));
   return max(count - 1, 0);
 }
 
+static_assert(kMostDealt <= 32, "one request a lane");
 struct Dealt {
   int32_t request, first, count;
 };
@@ -76,7 +96,7 @@ __device__ __noinline__ Dealt deal_numbers(const DecodeParams& p, int32_t number
     return __reduce_add_sync(kAllLanes, static_cast<uint32_t>(of_lane));
   };
   const auto parts = [&](float slope) {
-    return is_request ? dealt_parts(tiles, p.cut.whole_tokens / kTileTokens, slope) : 0;
+    return is_request ? dealt_parts(tiles, p.cut.whole_dealt, slope) : 0;
   };
   const float slope = deal_slope(p.cut, p.batch, sum(tiles),
                                  [&](float trial) { return static_cast<int32_t>(sum(parts(trial))); });

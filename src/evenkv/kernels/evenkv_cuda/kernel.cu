@@ -4,12 +4,13 @@
 #include "choose.h"
 #include "device_facts.cuh"
 #include "kernel.cuh"
+#include "make_maps.cuh"
 #include "scratch.cuh"
 
 namespace evenkv {
 namespace {
 
-using Kernel = void (*)(DecodeParams);
+thread_local int32_t tensor_copies_of_last = 0;
 
 // Shared memory of a block: what it uses, or more where no more than kFewBlocks shall fit an SM (which has
 // 1 KB more than a block can have, and takes 1 KB for each).
@@ -40,10 +41,12 @@ struct Launch {
 
 template <int kHeads>
 bool ask_for_room(DeviceRoom& room, int device, size_t bytes) {
-  const Kernel cut = decode_kernel<kHeads, false>, uncut = decode_kernel<kHeads, kHeads == 1>;
+  const auto cut = decode_kernel<kHeads, false, false>, uncut = decode_kernel<kHeads, kHeads == 1, false>;
+  const auto tensor = decode_kernel<kHeads, false, kHasTensorCopies>;
   constexpr size_t kMost = shared_bytes<kHeads>(kHeads > 1);  // of all launches
   int32_t resident = 0;
   if (!count_workers(room.workers, device) || !allow_shared(cut, kMost) || !allow_shared(uncut, kMost) ||
+      !allow_shared(tensor, kMost) ||
       failed(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, cut, kThreads, bytes),
              "counting blocks")) {
     return false;
@@ -86,6 +89,13 @@ Shape shape_of(const DecodeParams& p, int64_t heads) {
 }
 
 template <int kHeads>
+const void* choose_kernel(bool uncut, bool tensor) {
+  if (uncut) return reinterpret_cast<const void*>(decode_kernel<kHeads, kHeads == 1, false>);
+  if (tensor) return reinterpret_cast<const void*>(decode_kernel<kHeads, false, kHasTensorCopies>);
+  return reinterpret_cast<const void*>(decode_kernel<kHeads, false, false>);
+}
+
+template <int kHeads>
 const char* launch(DecodeParams& p, const DeviceRoom* room, int device, bool few, cudaStream_t stream) {
   if (room == nullptr) return message.c_str();
   const Shape shape = shape_of(p, kHeads);
@@ -102,15 +112,22 @@ const char* launch(DecodeParams& p, const DeviceRoom* room, int device, bool few
     p.partials = scratch.partials;
     p.counters = scratch.counters;
   }
+  const bool tensor =
+      kHasTensorCopies && !choice.uncut && (slots_an_sm(shape, *room) >= kTensorSlots || p.always_cut != 0);
+  CacheMaps maps{};
+  p.tensor_copies = 0;
+  if (tensor) make_maps(p, maps);
+  tensor_copies_of_last = p.tensor_copies;
   Launch launch(choice.splits, units, choice.clusters, shared_bytes<kHeads>(few), stream);
-  void* arguments[] = {&p};
-  const Kernel kernel = choice.uncut ? decode_kernel<kHeads, kHeads == 1> : decode_kernel<kHeads, false>;
-  const cudaError_t status =
-      cudaLaunchKernelExC(&launch.config, reinterpret_cast<const void*>(kernel), arguments);
+  void* arguments[] = {&p, &maps};
+  const void* const kernel = choose_kernel<kHeads>(choice.uncut, p.tensor_copies != 0);
+  const cudaError_t status = cudaLaunchKernelExC(&launch.config, kernel, arguments);
   return failed(status, "launching the kernel") ? message.c_str() : nullptr;
 }
 
 }  // namespace
+
+int32_t last_tensor_copies() { return tensor_copies_of_last; }
 
 const char* launch_decode(DecodeParams& p, int32_t device, void* stream) {
   if (p.batch == 0) return nullptr;

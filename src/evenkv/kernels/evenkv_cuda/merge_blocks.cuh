@@ -17,6 +17,7 @@ struct BlockShared {
     uint8_t ring[kStages][kTileBytes];
     float partial[kPartialFloats];  // once the warp's tiles are through
   } warps[kWarps];
+  alignas(8) uint64_t arrivals[kWarps][kStages];      // of tensor copies
   alignas(16) float partial[kHeads][kPartialFloats];  // the block's, where it is one of several in a cluster
   int32_t is_last;                                    // whether the block brought the last part of a request
 };

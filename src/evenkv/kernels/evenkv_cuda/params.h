@@ -11,6 +11,9 @@ namespace evenkv {
 // kv_indices may list this many slots: with it, sums of two slot counts fit 32 bits.
 constexpr int64_t kMostSlots = int64_t{1} << 30;
 
+// Of the tensor maps' dimensions: what follows the bytes of a row.
+enum MapOrder { kSlotsFirst = 1, kHeadsFirst = 2 };
+
 // Inputs and outputs of one call, and what the launcher adds. Strides are in elements; the last dimension's
 // stride is 1. A launch finds its parameters cold, a line of constant memory after the other: what is needed
 // first stands first.
@@ -18,8 +21,10 @@ struct DecodeParams {
   const int32_t* kv_indptr;         // [batch + 1], pages
   const int32_t* kv_indices;        // [num_kv_indices], page ids
   const int32_t* kv_last_page_len;  // [batch], or null when page_size is 1
-  int32_t batch, page_size, num_kv_indices, num_kv_heads;
+  int32_t batch, page_size, num_kv_indices, num_kv_heads, num_pages;
   // Set by the launcher.
+  int32_t
+      tensor_copies;  // not 0: 16 rows of a page may be copied as one; the order of their maps' dimensions
   Divisor by_page_size;
   Cut cut;
 
@@ -27,7 +32,6 @@ struct DecodeParams {
   const void* v_cache;
   int64_t k_stride_page, k_stride_slot, k_stride_head;
   int64_t v_stride_page, v_stride_slot, v_stride_head;
-  int32_t num_pages;
   // Set by the launcher: page and slot strides in units of row_unit bytes, with which 32 bits reach every
   // row.
   uint32_t row_unit, k_page_units, k_slot_units, v_page_units, v_slot_units;
@@ -37,7 +41,8 @@ struct DecodeParams {
   float sm_scale;
 
   int32_t invariant_tokens;  // 0, or the length of all parts: a request's bits depend on it alone
-  int32_t always_cut;        // not 0: the kernel for requests that stay whole is out of the question
+  int32_t always_cut;        // not 0, for tests: never the kernel for requests that stay whole, and tensor
+                             // copies in small problems too
   const float* v_scale;      // [num_kv_heads], or null
   void* output;              // [batch, num_qo_heads, head_dim], contiguous
   float* lse;                // [batch, num_qo_heads], contiguous, base 2
@@ -73,6 +78,9 @@ inline const char* set_rows(DecodeParams& p, int64_t element_bytes) {
   p.v_slot_units = static_cast<uint32_t>(strides[3] / unit);
   return nullptr;
 }
+
+// DecodeParams::tensor_copies of the calling thread's last launch: for tests.
+int32_t last_tensor_copies();
 
 // Sets the launcher's part of `params` and enqueues the kernel on `stream` of `device`. Returns null, or a
 // static message that says what failed.

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "tuning.cuh"
+#include "row_maps.cuh"
 
 namespace evenkv {
 
@@ -27,6 +27,60 @@ __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.com
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Barriers in shared memory at which bytes arrive, one promise of bytes a phase (sm_90). Lanes wait for the
+// phase of a parity.
+__device__ __forceinline__ void start_barrier(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+#endif
+}
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_bytes(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void fence_barriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+// What lanes did to shared memory comes before what the copy engine does.
+__device__ __forceinline__ void fence_for_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void prefetch_map(const RowMap& map) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
+}
+// 16 rows of a page, from byte `first` of each; `near` and `far` are slot and head in the map's order. One
+// lane asks, the bytes arrive at `barrier`.
+__device__ __forceinline__ void copy_16_rows(uint32_t dst, const RowMap& map, int32_t first, int32_t near,
+                                             int32_t far, int32_t page, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(dst),
+      "l"(&map), "r"(first), "r"(near), "r"(far), "r"(page), "r"(barrier), "l"(policy)
+      : "memory");
+#endif
 }
 
 // Hides from the compiler how an address came about, so that what is added to it stays an offset.
@@ -132,30 +186,43 @@ __device__ __forceinline__ float2 unpack_mma(uint32_t r) {
   }
 }
 
-// Two fp8 values (the low 16 bits of `pair`) to two fp16 values, exactly.
-__device__ __forceinline__ uint32_t widen_fp8x2(uint32_t pair) {
-  const uint16_t narrow = static_cast<uint16_t>(pair);
-  uint32_t wide;
+// Four fp8 values to fp16, exactly: the low two and the high two.
+struct Wide {
+  uint32_t low, high;
+};
+
 #if __CUDA_ARCH__ >= 890
+__device__ __forceinline__ Wide widen_fp8x4(uint32_t four) {
+  Wide wide;
+  // Halves of a register by name: shifted down, the high ones would cost an instruction more.
   if constexpr (kKvType == kE5M2) {
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(wide) : "h"(narrow));
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e5m2x2 %0, low;\ncvt.rn.f16x2.e5m2x2 %1, high;\n}"
+        : "=r"(wide.low), "=r"(wide.high)
+        : "r"(four));
   } else {
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(narrow));
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(wide.low), "=r"(wide.high)
+        : "r"(four));
   }
-#else
-  const uint32_t bytes = __byte_perm(narrow, 0, 0x1404);  // each value in the high byte of a half
-  if constexpr (kKvType == kE5M2) {
-    wide = bytes;  // e5m2 is fp16's upper byte
-  } else {
-    // e4m3 shifted to fp16's exponent field is 2^8 too small (bias 7 against 15); 0x7f is NaN.
-    const uint32_t scaled = (bytes & 0x80008000u) | ((bytes & 0x7f007f00u) >> 1);
-    const __half2 value = __hmul2(*reinterpret_cast<const __half2*>(&scaled), __float2half2_rn(256.0f));
-    wide = *reinterpret_cast<const uint32_t*>(&value);
-    if ((bytes & 0x7f00u) == 0x7f00u) wide |= 0x7fffu;
-    if ((bytes & 0x7f000000u) == 0x7f000000u) wide |= 0x7fff0000u;
-  }
-#endif
   return wide;
 }
+#else
+__device__ __forceinline__ uint32_t widen_fp8x2(uint32_t pair) {
+  const uint32_t bytes = __byte_perm(pair & 0xffffu, 0, 0x1404);  // each value in the high byte of a half
+  if constexpr (kKvType == kE5M2) return bytes;                   // e5m2 is fp16's upper byte
+  // e4m3 shifted to fp16's exponent field is 2^8 too small (bias 7 against 15); 0x7f is NaN.
+  const uint32_t scaled = (bytes & 0x80008000u) | ((bytes & 0x7f007f00u) >> 1);
+  const __half2 value = __hmul2(*reinterpret_cast<const __half2*>(&scaled), __float2half2_rn(256.0f));
+  uint32_t wide = *reinterpret_cast<const uint32_t*>(&value);
+  if ((bytes & 0x7f00u) == 0x7f00u) wide |= 0x7fffu;
+  if ((bytes & 0x7f000000u) == 0x7f000000u) wide |= 0x7fff0000u;
+  return wide;
+}
+__device__ __forceinline__ Wide widen_fp8x4(uint32_t four) {
+  return {widen_fp8x2(four), widen_fp8x2(four >> 16)};
+}
+#endif
 
 }  // namespace evenkv

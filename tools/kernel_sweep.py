@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""Measure many ways to cut a batch on a GPU, hundreds a second: what docs/kernel-log.md calls sweeps.
+
+The kernel is built once for each geometry, with choose.h asking the environment (kernel_knobs.py). Calls are
+eager, between CUDA events, L2 flushed by reading before each, as in kernel_lab.py: about 3 us of each time
+are the timer's. Good for ranking cuts, not a record.
+
+    python tools/kernel_sweep.py --cases "b32 L4096 kv8 fp8,logn b8 mean8192 sigma1 kv4 bf16"
+    python tools/kernel_sweep.py --out sweep.jsonl --minutes 2          all lab cases, every cut kept
+    python tools/kernel_sweep.py --versus "kWorstTiles=28;kTailTokens=512,H=2" --rounds 8
+
+A sweep tries every cut that makes sense for a case, 5 calls each, then the best five and the default again,
+40 calls each by turns, and compares their outputs. `--versus` compares settings with the default over all
+cases, in random order each round: in a fixed one, whoever is first in a round seems up to 5 % faster in small
+problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import kernel_lab
+from kernel_cases import LabCase, choose_cases
+from kernel_knobs import STRUCTURE, VARIANT, numbers, parse_setting, setting
+
+from evenkv.library.build import build_solution
+from evenkv.numerics.bytes import kv_bytes
+from evenkv.spec.family import DecodeSpec
+
+Knobs = dict[str, Any]
+TIMER_US = 3.0  # of each time, left out of ratios
+_CALLS, _AGAIN, _ROUNDS = 5, 10, 4
+_BLOCKS = 396  # three an SM of an H200: what cuts are laid out for
+_EVEN = 1.25  # choose.h: kEven100
+
+
+def cuts_of(case: LabCase) -> Iterator[Knobs]:
+    """The cuts that are tried on a case."""
+    spec, batch, tokens = case.spec, len(case.lengths), sum(case.lengths)
+    average = tokens / batch
+    even = max(case.lengths) <= _EVEN * average
+    has_pairs = spec.head_dim * (1 if spec.is_fp8 else 2) <= 128 and spec.num_kv_heads % 2 == 0
+    widths = (1, 2, 3) if has_pairs else (1,)
+    for width in widths:
+        units = spec.num_kv_heads // (1 if width == 1 else 2)
+        if even:
+            for splits, parts in itertools.product(
+                (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96)
+            ):
+                if parts == 1 or (units * batch * parts * splits <= 6 * _BLOCKS and average >= 64 * parts):
+                    yield {"W": width, "S": splits, "P": parts}
+        for splits, fair in itertools.product((1, 2), (45, 60, 80, 100, 130)):
+            cells = {"W": width, "S": splits, "U": 1, "D": 0, "kFair100": fair, "kFairTiles": 0}
+            yield cells | {"H": 0}
+            for halvings, tail in itertools.product((1, 2, 3, 4), (25, 50, 75)):
+                yield cells | {"H": halvings, "TS": tail, "TT": 64}
+        if not even and batch <= 32:
+            for (splits, alone), share in itertools.product(
+                ((1, 0), (2, 0), (2, 1)), (0.5, 0.67, 0.8, 1.0, 1.33, 2.0, 3.0)
+            ):
+                dealt = int(share * _BLOCKS / units / (1 if alone else splits))
+                if dealt > batch:
+                    yield {"W": width, "S": splits, "U": 1, "D": dealt, "A": alone}
+
+
+def build(spec: DecodeSpec) -> Any:
+    """The kernel with knobs."""
+    return build_solution(kernel_lab.variant_solution(VARIANT, spec))
+
+
+def times(call: Any, arguments: list[Any], buffer: torch.Tensor, count: int, knobs: Knobs) -> list[float]:
+    """Microseconds of `count` calls with the knobs."""
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
+    ]
+    with setting(knobs):
+        for start, end in events:
+            kernel_lab.flush(buffer)
+            start.record()
+            call(*arguments)
+            end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def outputs(call: Any, arguments: list[Any], knobs: Knobs) -> list[torch.Tensor]:
+    """Output and lse of a call, which held NaN before."""
+    for result in arguments[-2:]:
+        result.fill_(float("nan"))
+    with setting(knobs):
+        call(*arguments)
+    return [result.float().clone() for result in arguments[-2:]]
+
+
+def by_turns(
+    call: Any, arguments: list[Any], buffer: torch.Tensor, ways: list[Knobs], rounds: int, calls: int
+) -> list[float]:
+    """Medians of all ways, in another order each round."""
+    found: list[list[float]] = [[] for _ in ways]
+    order = list(range(len(ways)))
+    for _ in range(rounds):
+        random.shuffle(order)
+        for way in order:
+            found[way] += times(call, arguments, buffer, calls, ways[way])
+    return [statistics.median(own) for own in found]
+
+
+def sweep(case: LabCase, peak: float, buffer: torch.Tensor) -> dict[str, Any]:
+    """All cuts of a case."""
+    call, arguments = build(case.spec), kernel_lab.draw(case)
+    first = outputs(call, arguments, {})
+    tried = [
+        (round(statistics.median(times(call, arguments, buffer, _CALLS, cut)), 2), cut)
+        for cut in cuts_of(case)
+    ]
+    best = [cut for _, cut in sorted(tried, key=lambda own: own[0])[:5]]
+    medians = by_turns(call, arguments, buffer, [{}, *best], _ROUNDS, _AGAIN)
+    limit = kv_bytes(case.spec, case.lengths) / peak
+    wrong = [
+        cut
+        for cut in best
+        if kernel_lab.judged(outputs(call, arguments, cut), first, 0.0).startswith("WRONG")
+    ]
+    ranked = sorted(zip(medians[1:], best, strict=True), key=lambda own: own[0])
+    return {
+        "case": case.name,
+        "us": medians[0],
+        "limit_us": limit,
+        "best": ranked,
+        "wrong": wrong,
+        "all": tried,
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    micros, knobs = found["best"][0]
+    limit, shown = found["limit_us"], " ".join(f"{name}={value}" for name, value in knobs.items())
+    default = f"{found['case']:34s} {found['us']:8.1f} us {100 * limit / found['us']:5.1f}%"
+    best = f"best of {len(found['all']):3d}: {micros:8.1f} us {100 * limit / micros:5.1f}%  {shown}"
+    return f"{default}   {best}" + ("  WRONG" if found["wrong"] else "")
+
+
+def compare(case: LabCase, ways: list[Knobs], rounds: int, buffer: torch.Tensor) -> list[float]:
+    """Times of the default and of each setting."""
+    call, arguments = build(case.spec), kernel_lab.draw(case)
+    first = outputs(call, arguments, {})
+    for way in ways[1:]:
+        if (verdict := kernel_lab.judged(outputs(call, arguments, way), first, 0.0)).startswith("WRONG"):
+            raise SystemExit(f"{case.name}: {way}: {verdict}")
+    return by_turns(call, arguments, buffer, ways, rounds, 9)
+
+
+def summarise(names: list[str], rows: list[tuple[str, list[float]]]) -> list[str]:
+    """A line for each setting: its mean against the default, and what moved."""
+    lines = []
+    for index, name in enumerate(names, start=1):
+        ratios = sorted(((micros[index] - TIMER_US) / (micros[0] - TIMER_US), case) for case, micros in rows)
+        mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
+        better, worse = sum(r < 0.985 for r, _ in ratios), sum(r > 1.015 for r, _ in ratios)
+        ends = "  ".join(f"{ratio:.3f} {case}" for ratio, case in (ratios[0], ratios[-1]))
+        lines.append(f"{name:32s} {mean:.4f}  {better} better {worse} worse  {ends}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Knobs: "
+        + "; ".join(f"{name}: {meaning}" for name, meaning in STRUCTURE.items())
+        + f"; and the numbers of choose.h: {', '.join(numbers())}.",
+    )
+    parser.add_argument("--cases", default="", help="as kernel_lab.py takes them; default: its own")
+    parser.add_argument("--versus", default="", help='settings to compare, e.g. "kWorstTiles=28;W=1,S=2"')
+    parser.add_argument("--rounds", type=int, default=6, help="of --versus, 9 calls of each setting")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop cleanly after so many")
+    parser.add_argument("--out", type=Path, help="JSON lines with all that was measured")
+    chosen = parser.parse_args()
+    cases = choose_cases([part for part in chosen.cases.split(",") if part])
+    names = [part for part in chosen.versus.split(";") if part]
+    ways = [{}, *(parse_setting(name) for name in names)]
+    if not torch.cuda.is_available():
+        raise SystemExit("kernel_sweep: wanted a CUDA GPU, found none.")
+    until = time.monotonic() + 60 * chosen.minutes
+    buffer = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
+    peak = kernel_lab.copy_peak(buffer)
+    kernel_lab.build_all({(VARIANT, case.spec) for case in cases})
+    rows: list[tuple[str, list[float]]] = []
+    left = list(cases)
+    with ExitStack() as stack:
+        file = stack.enter_context(chosen.out.open("w", encoding="utf-8")) if chosen.out else None
+        while left and time.monotonic() < until:
+            case = left.pop(0)
+            if names:
+                micros = compare(case, ways, chosen.rounds, buffer)
+                rows.append((case.name, micros))
+                found: dict[str, Any] = {
+                    "case": case.name,
+                    "us": dict(zip(["default", *names], micros, strict=True)),
+                }
+                print(f"{case.name:34s}" + "".join(f"{own:9.1f}" for own in micros), flush=True)
+            else:
+                found = sweep(case, peak, buffer)
+                print(describe(found), flush=True)
+            if file is not None:
+                file.write(json.dumps(found) + "\n")
+                file.flush()
+            torch.cuda.empty_cache()
+    for line in summarise(names, rows) if rows else []:
+        print(line)
+    if left:
+        print(f"{len(left)} of {len(cases)} cases left.")
+
+
+if __name__ == "__main__":
+    main()
