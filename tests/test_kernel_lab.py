@@ -32,7 +32,7 @@ except EvenkvError:
     HAS_NVCC = False
 
 SEED = parse_name(SEED_DEFINITION)
-INSTRUMENTS = [f"base{kernel_lab.STAMPED}", f"base{kernel_lab.TRACED}12"]
+INSTRUMENTS = [f"base{kernel_lab.STAMPED}", f"base{kernel_lab.TRACED}12", "3 parts of 2"]
 AUTHORED = kernel_lab.find_kernel(kernel_lab.Repository(Path()), "evenkv_cuda").folder
 
 

@@ -6,6 +6,7 @@ edited kernel is for measuring alone: a launch asks for some 40 variables.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -25,13 +26,16 @@ STRUCTURE = {
     "W": "1: single heads, 2: pairs with two blocks an SM, 3: pairs",
     "S": "blocks a cluster",
     "P": "parts of an even request",
-    "U": "1: every batch is uneven, and no request stays whole",
+    "U": "1: every batch is uneven, and none is uncut",
     "D": "numbers dealt to up to 32 requests; 0: none are",
     "A": "with D, 1: each block takes a dealt part alone",
     "H": "most halvings in the tail",
     "TT": "least tokens of a part in the tail",
     "TS": "hundredths of the slots that are the tail",
 }
+
+# From, to.
+_RANGES = {"W": (1, 3), "S": (1, 8), "P": (1, 1 << 15), "U": (0, 1), "A": (0, 1), "TS": (1, 99)}
 
 _ASK = """#include <cstdlib>
 
@@ -50,17 +54,19 @@ _STRUCTURE: list[tuple[str, str]] = [
         "    if (width == 1 || s.units % 2 != 0) return {1, false};\n    return {2, width == 2};\n  }\n",
     ),
     (
-        "  const Dealing dealing =\n",
-        '  if (knob("S", 0) > 0) choice.splits = knob("S", 0);\n  Dealing dealing =\n',
+        "  const Dealing dealing =\n      invariant_tokens > 0 ? Dealing{0, false} : ",
+        '  if (invariant_tokens == 0 && knob("S", 0) > 0) choice.splits = knob("S", 0);\n'
+        '  const bool uneven = knob("U", 0) != 0;\n  const int64_t dealt = knob("D", -1);\n'
+        "  const bool fits = dealt > s.batch && s.batch > 1 && s.batch <= kMostDealt;\n"
+        "  const Dealing dealing =\n      invariant_tokens > 0 ? Dealing{0, false}\n"
+        '      : dealt >= 0 ? Dealing{fits ? dealt : 0, fits && knob("A", 0) != 0} : ',
     ),
+    # What is asked for stays: clusters do not shrink to be dealt, nor do even requests count as uneven.
+    ("  while (small && chosen > 1 &&", '  while (small && knob("S", 0) <= 0 && chosen > 1 &&'),
     (
-        "  const int64_t step = s.block_tokens * choice.splits,\n",
-        '  if (const int64_t dealt = knob("D", -1); dealt >= 0) {\n'
-        "    const bool fits = dealt > s.batch && s.batch > 1 && s.batch <= kMostDealt;\n"
-        '    dealing = {fits ? dealt : 0, knob("A", 0) != 0};\n  }\n'
-        '  const bool uneven = knob("U", 0) != 0;\n  const int64_t step = s.block_tokens * choice.splits,\n',
+        "levelled = level > 0 && average >= level;",
+        'levelled = uneven || (knob("P", 0) <= 0 && level > 0 && average >= level);',
     ),
-    ("levelled = level > 0 && average >= level;", "levelled = uneven || (level > 0 && average >= level);"),
     (
         f"never_even || levelled ? 1 : {_PARTS}",
         f'never_even || levelled ? 1 : knob("P", 0) > 0 ? knob("P", 0) : {_PARTS}',
@@ -122,6 +128,9 @@ def parse_setting(text: str) -> dict[str, str]:
             raise SystemExit(f"setting {text!r}: wanted knobs among {wanted}; got {name!r}.")
         if not re.fullmatch(r"-?\d+", value):
             raise SystemExit(f"setting {text!r}: wanted {name}=INTEGER, got {value!r}.")
+        first, last = _RANGES.get(name, (0, math.inf))
+        if not first <= int(value) <= last:
+            raise SystemExit(f"setting {text!r}: wanted {name} from {first} to {last}, got {value}.")
         setting[name] = value
     return setting
 

@@ -10,9 +10,12 @@ are the timer's. Good for ranking cuts, not a record.
     python tools/kernel_sweep.py --versus "kWorstTiles=28;kTailTokens=512,H=2" --rounds 8
 
 A sweep tries every cut that makes sense for a case, 5 calls each, then the best five and the default again,
-40 calls each by turns, and compares their outputs. `--versus` compares settings with the default over all
-cases, in random order each round: in a fixed one, whoever is first in a round seems up to 5 % faster in small
-problems.
+40 calls each by turns, and compares their outputs with the default's. It prints time and share of copy speed
+of the default and of the best cut. `--versus` compares settings with the default over all cases, in random
+order each round: in a fixed one, whoever is first in a round seems up to 5 % faster in small problems. It
+prints each setting's geometric mean against the default (the timer's 3 us left out), how many cases are over
+1.5 % better or worse, and the best and the worst. What cannot be launched or computes something else is told,
+and has no time.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from evenkv.numerics.bytes import kv_bytes
 from evenkv.spec.family import DecodeSpec
 
 Knobs = dict[str, Any]
+Timing = list[float | None]  # of each setting; None: it has none
 TIMER_US = 3.0  # of each time, left out of ratios
 _CALLS, _AGAIN, _ROUNDS = 5, 10, 4
 _BLOCKS = 396  # three an SM of an H200: what cuts are laid out for
@@ -106,6 +110,23 @@ def outputs(call: Any, arguments: list[Any], knobs: Knobs) -> list[torch.Tensor]
     return [result.float().clone() for result in arguments[-2:]]
 
 
+def tried(call: Any, arguments: list[Any], buffer: torch.Tensor, cut: Knobs) -> float | None:
+    """Microseconds of a few calls; None where the launch is refused: not every device takes every cluster."""
+    try:
+        return round(statistics.median(times(call, arguments, buffer, _CALLS, cut)), 2)
+    except RuntimeError:
+        return None
+
+
+def fault(call: Any, arguments: list[Any], first: list[torch.Tensor], knobs: Knobs) -> str | None:
+    """What is wrong with a call's outputs, as against the default's."""
+    try:
+        verdict = kernel_lab.judged(outputs(call, arguments, knobs), first, 0.0)
+    except RuntimeError as error:
+        return f"FAILED {error}"
+    return verdict if verdict.startswith("WRONG") else None
+
+
 def by_turns(
     call: Any, arguments: list[Any], buffer: torch.Tensor, ways: list[Knobs], rounds: int, calls: int
 ) -> list[float]:
@@ -123,57 +144,74 @@ def sweep(case: LabCase, peak: float, buffer: torch.Tensor) -> dict[str, Any]:
     """All cuts of a case."""
     call, arguments = build(case.spec), kernel_lab.draw(case)
     first = outputs(call, arguments, {})
-    tried = [
-        (round(statistics.median(times(call, arguments, buffer, _CALLS, cut)), 2), cut)
-        for cut in cuts_of(case)
-    ]
-    best = [cut for _, cut in sorted(tried, key=lambda own: own[0])[:5]]
+    every = [(tried(call, arguments, buffer, cut), cut) for cut in cuts_of(case)]
+    timed = [(micros, cut) for micros, cut in every if micros is not None]
+    few = [cut for _, cut in sorted(timed, key=lambda own: own[0])[:5]]
+    faults = [fault(call, arguments, first, cut) for cut in few]
+    best = [cut for cut, wrong in zip(few, faults, strict=True) if wrong is None]
     medians = by_turns(call, arguments, buffer, [{}, *best], _ROUNDS, _AGAIN)
-    limit = kv_bytes(case.spec, case.lengths) / peak
-    wrong = [
-        cut
-        for cut in best
-        if kernel_lab.judged(outputs(call, arguments, cut), first, 0.0).startswith("WRONG")
-    ]
-    ranked = sorted(zip(medians[1:], best, strict=True), key=lambda own: own[0])
     return {
         "case": case.name,
         "us": medians[0],
-        "limit_us": limit,
-        "best": ranked,
-        "wrong": wrong,
-        "all": tried,
+        "limit_us": kv_bytes(case.spec, case.lengths) / peak,
+        "best": sorted(zip(medians[1:], best, strict=True), key=lambda own: own[0]),
+        "wrong": [(wrong, cut) for wrong, cut in zip(faults, few, strict=True) if wrong is not None],
+        "all": every,
     }
 
 
 def describe(found: dict[str, Any]) -> str:
-    micros, knobs = found["best"][0]
-    limit, shown = found["limit_us"], " ".join(f"{name}={value}" for name, value in knobs.items())
-    default = f"{found['case']:34s} {found['us']:8.1f} us {100 * limit / found['us']:5.1f}%"
-    best = f"best of {len(found['all']):3d}: {micros:8.1f} us {100 * limit / micros:5.1f}%  {shown}"
-    return f"{default}   {best}" + ("  WRONG" if found["wrong"] else "")
+    """A case's line."""
+    count, failed = len(found["all"]), sum(micros is None for micros, _ in found["all"])
+
+    def shown(micros: float) -> str:
+        return f"{micros:8.1f} us {100 * found['limit_us'] / micros:5.1f}%"
+
+    cells = [f"{found['case']:34s} {shown(found['us'])}   best of {count:3d}:"]
+    for micros, knobs in found["best"][:1]:
+        cells.append(f"{shown(micros)}  " + " ".join(f"{name}={value}" for name, value in knobs.items()))
+    cells += [f"{failed} not launched"] if failed else []
+    cells += [f"{wrong}: {cut}" for wrong, cut in found["wrong"]]
+    return "  ".join(cells)
 
 
-def compare(case: LabCase, ways: list[Knobs], rounds: int, buffer: torch.Tensor) -> list[float]:
-    """Times of the default and of each setting."""
+def compare(
+    case: LabCase, ways: list[Knobs], rounds: int, buffer: torch.Tensor
+) -> tuple[Timing, list[str | None]]:
+    """Times of the default and of each setting, and what is wrong with them."""
     call, arguments = build(case.spec), kernel_lab.draw(case)
     first = outputs(call, arguments, {})
-    for way in ways[1:]:
-        if (verdict := kernel_lab.judged(outputs(call, arguments, way), first, 0.0)).startswith("WRONG"):
-            raise SystemExit(f"{case.name}: {way}: {verdict}")
-    return by_turns(call, arguments, buffer, ways, rounds, 9)
+    faults = [fault(call, arguments, first, way) for way in ways]
+    right = [way for way, wrong in zip(ways, faults, strict=True) if wrong is None]
+    medians = iter(by_turns(call, arguments, buffer, right, rounds, 9))
+    return [next(medians) if wrong is None else None for wrong in faults], faults
 
 
-def summarise(names: list[str], rows: list[tuple[str, list[float]]]) -> list[str]:
+def summarise(names: list[str], rows: list[tuple[str, Timing]]) -> list[str]:
     """A line for each setting: its mean against the default, and what moved."""
     lines = []
     for index, name in enumerate(names, start=1):
-        ratios = sorted(((micros[index] - TIMER_US) / (micros[0] - TIMER_US), case) for case, micros in rows)
+        ratios = sorted(
+            ((own - TIMER_US) / (default - TIMER_US), case)
+            for case, micros in rows
+            if (own := micros[index]) is not None and (default := micros[0]) is not None
+        )
+        wrong = f"  {len(rows) - len(ratios)} wrong or not launched" if len(ratios) < len(rows) else ""
+        if not ratios:
+            lines.append(f"{name:32s} no times{wrong}")
+            continue
         mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
         better, worse = sum(r < 0.985 for r, _ in ratios), sum(r > 1.015 for r, _ in ratios)
         ends = "  ".join(f"{ratio:.3f} {case}" for ratio, case in (ratios[0], ratios[-1]))
-        lines.append(f"{name:32s} {mean:.4f}  {better} better {worse} worse  {ends}")
+        lines.append(f"{name:32s} {mean:.4f}  {better} better {worse} worse  {ends}{wrong}")
     return lines
+
+
+def at_least_one(text: str) -> int:
+    """A number of rounds."""
+    if (count := int(text)) < 1:
+        raise ValueError(text)
+    return count
 
 
 def main() -> None:
@@ -186,33 +224,41 @@ def main() -> None:
     )
     parser.add_argument("--cases", default="", help="as kernel_lab.py takes them; default: its own")
     parser.add_argument("--versus", default="", help='settings to compare, e.g. "kWorstTiles=28;W=1,S=2"')
-    parser.add_argument("--rounds", type=int, default=6, help="of --versus, 9 calls of each setting")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop cleanly after so many")
+    parser.add_argument("--rounds", type=at_least_one, default=6, help="of --versus, 9 calls of each setting")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no case after so many, builds included"
+    )
     parser.add_argument("--out", type=Path, help="JSON lines with all that was measured")
     chosen = parser.parse_args()
     cases = choose_cases([part for part in chosen.cases.split(",") if part])
-    names = [part for part in chosen.versus.split(";") if part]
+    names = [part.strip() for part in chosen.versus.split(";") if part.strip()]
     ways = [{}, *(parse_setting(name) for name in names)]
     if not torch.cuda.is_available():
         raise SystemExit("kernel_sweep: wanted a CUDA GPU, found none.")
     until = time.monotonic() + 60 * chosen.minutes
-    buffer = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
-    peak = kernel_lab.copy_peak(buffer)
-    kernel_lab.build_all({(VARIANT, case.spec) for case in cases})
-    rows: list[tuple[str, list[float]]] = []
+    rows: list[tuple[str, Timing]] = []
     left = list(cases)
     with ExitStack() as stack:
         file = stack.enter_context(chosen.out.open("w", encoding="utf-8")) if chosen.out else None
+        specs = {case.spec for case in cases}
+        print(f"{len(cases)} cases; building {len(specs)} kernels", flush=True)
+        kernel_lab.build_all({(VARIANT, spec) for spec in specs})
+        buffer = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
+        peak = kernel_lab.copy_peak(buffer)
         while left and time.monotonic() < until:
             case = left.pop(0)
             if names:
-                micros = compare(case, ways, chosen.rounds, buffer)
+                micros, faults = compare(case, ways, chosen.rounds, buffer)
                 rows.append((case.name, micros))
+                labels = ["default", *names]
+                wrong = {name: why for name, why in zip(labels, faults, strict=True) if why is not None}
                 found: dict[str, Any] = {
                     "case": case.name,
-                    "us": dict(zip(["default", *names], micros, strict=True)),
+                    "us": dict(zip(labels, micros, strict=True)),
+                    "wrong": wrong,
                 }
-                print(f"{case.name:34s}" + "".join(f"{own:9.1f}" for own in micros), flush=True)
+                cells = [f"{own:9.1f}" if own is not None else f"{'-':>9s}" for own in micros]
+                print("".join([f"{case.name:34s}", *cells]) + (f"  {wrong}" if wrong else ""), flush=True)
             else:
                 found = sweep(case, peak, buffer)
                 print(describe(found), flush=True)

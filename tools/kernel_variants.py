@@ -164,7 +164,7 @@ def _forced(parts: str, splits: str) -> list[Edit]:
     """Every even request in so many parts, of clusters of so many blocks."""
     return [
         ("choose.h", "level > 0 && average >= level", "false"),
-        ("choose.h", "choose_even_parts(s, room, average, choice.splits);", f"{parts};"),
+        ("choose.h", "choose_even_parts(s, room, average, choice.splits, small);", f"{parts};"),
         ("choose.h", "invariant_tokens > 0 ? 1 : choose_splits(s, room, average, small);", f"{splits};"),
     ]
 
