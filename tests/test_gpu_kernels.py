@@ -178,7 +178,7 @@ from evenkv.numerics.problem import make_problem
 from evenkv.numerics.reference import reference
 from evenkv.spec.family import DecodeSpec
 
-spec = DecodeSpec(32, 8, 128, 16)
+spec = DecodeSpec(32, 8, 128, 16, sys.argv[3])
 problem = make_problem(spec, [300, 0, 17])
 on_device = problem.to("cuda")
 output, lse = on_device.empty_outputs()
@@ -193,11 +193,15 @@ sys.exit("; ".join(faults) or 0)
 """
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("symbol", ["run", "run_always_cut", "run_batch_invariant"])
-def test_the_first_call_of_a_process_may_be_captured(symbol: str) -> None:
-    """What is asked once a device and kernel, and scratch, must not end a capture."""
+def test_the_first_call_of_a_process_may_be_captured(symbol: str, kv_dtype: str) -> None:
+    """What is asked once a device and kernel, tensor maps, and scratch, must not end a capture."""
     here = str(Path(__file__).parent)
     done = subprocess.run(
-        [sys.executable, "-c", FIRST_CALL, here, symbol], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", FIRST_CALL, here, symbol, kv_dtype],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
