@@ -37,7 +37,8 @@ SPECS = [
 ]
 # decode_kernel<kHeads, kUncut, kTensor>, as the profiler writes it.
 _KERNEL = re.compile(
-    r"decode_kernel(?:<(?:\(int\))?(\d), *(?:\(bool\))?(true|false|0|1),|ILi(\d)ELb([01])EL)"
+    r"decode_kernel(?:<(?:\(int\))?(\d), *(?:\(bool\))?(true|false|0|1), *(?:\(bool\))?(?:true|false|0|1)>"
+    r"|ILi(\d)ELb([01])ELb[01]E)"
 )
 
 

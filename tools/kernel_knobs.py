@@ -12,11 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
-from kernel_edits import Edit
+from kernel_edits import Edit, constants
 
-_CHOOSE = Path(__file__).parents[1] / "src/evenkv/kernels/evenkv_cuda/choose.h"
 VARIANT = "knobs"  # the name of these edits in kernel_variants.py
 # kernel.cu needs it at compile time.
 _FIXED = ("kFewBlocks",)
@@ -99,22 +97,17 @@ _STRUCTURE: list[tuple[str, str]] = [
 @cache
 def numbers() -> dict[str, str]:
     """The numbers of choose.h that the environment may overrule, and what they are."""
-    found = {}
-    for statement in re.findall(r"^constexpr int(?:64|32)_t [^;]+;", _CHOOSE.read_text(), re.MULTILINE):
-        found |= dict(re.findall(r" (k\w+) = ([^,;]+)", statement))
-    return {name: value for name, value in found.items() if name not in _FIXED}
+    every = (item for _, values in constants("choose.h") for item in values.items())
+    return {name: value for name, value in every if name not in _FIXED}
 
 
 def knob_edits() -> list[Edit]:
     """The edits, for `kernel_edits.apply` or `kernel_lab.variant_solution`."""
     edits = [("choose.h", text, replacement) for text, replacement in _STRUCTURE]
-    source = _CHOOSE.read_text()
-    for statement in re.findall(r"^constexpr int(?:64|32)_t [^;]+;", source, re.MULTILINE):
-        names = re.findall(r" (k\w+) = ([^,;]+)", statement)
-        if any(name in _FIXED for name, _ in names):
-            continue
-        macros = "\n".join(f'#define {name} (knob("{name}", {value.strip()}))' for name, value in names)
-        edits.append(("choose.h", statement, macros))
+    for statement, values in constants("choose.h"):
+        if not set(_FIXED) & set(values):
+            macros = [f'#define {name} (knob("{name}", {value.strip()}))' for name, value in values.items()]
+            edits.append(("choose.h", statement, "\n".join(macros)))
     return edits
 
 

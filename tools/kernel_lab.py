@@ -143,10 +143,10 @@ def time_graph(call: Any, arguments: list[Any], buffer: torch.Tensor) -> float:
     return _median(graph.replay, buffer)
 
 
-def _median(call: Any, buffer: torch.Tensor) -> float:
+def call_times(call: Any, buffer: torch.Tensor, count: int) -> list[float]:
+    """Microseconds of each of `count` calls, L2 flushed before."""
     events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(ITERATIONS)
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
     ]
     for start, end in events:
         flush(buffer)
@@ -154,7 +154,11 @@ def _median(call: Any, buffer: torch.Tensor) -> float:
         call()
         end.record()
     torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) * 1e3 for start, end in events)[ITERATIONS // 2]
+    return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def _median(call: Any, buffer: torch.Tensor) -> float:
+    return sorted(call_times(call, buffer, ITERATIONS))[ITERATIONS // 2]
 
 
 def copy_peak(buffer: torch.Tensor) -> float:

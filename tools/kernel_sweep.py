@@ -49,14 +49,13 @@ Timing = list[float | None]  # of each setting; None: it has none
 TIMER_US = 3.0  # of each time, left out of ratios
 _CALLS, _AGAIN, _ROUNDS = 5, 10, 4
 _BLOCKS = 396  # three an SM of an H200: what cuts are laid out for
-_EVEN = 1.25  # choose.h: kEven100
 
 
 def cuts_of(case: LabCase) -> Iterator[Knobs]:
     """The cuts that are tried on a case."""
     spec, batch, tokens = case.spec, len(case.lengths), sum(case.lengths)
     average = tokens / batch
-    even = max(case.lengths) <= _EVEN * average
+    even = max(case.lengths) <= int(numbers()["kEven100"]) / 100 * average
     has_pairs = spec.head_dim * (1 if spec.is_fp8 else 2) <= 128 and spec.num_kv_heads % 2 == 0
     widths = (1, 2, 3) if has_pairs else (1,)
     for width in widths:
@@ -88,17 +87,8 @@ def build(spec: DecodeSpec) -> Any:
 
 def times(call: Any, arguments: list[Any], buffer: torch.Tensor, count: int, knobs: Knobs) -> list[float]:
     """Microseconds of `count` calls with the knobs."""
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
-    ]
     with setting(knobs):
-        for start, end in events:
-            kernel_lab.flush(buffer)
-            start.record()
-            call(*arguments)
-            end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 for start, end in events]
+        return kernel_lab.call_times(lambda: call(*arguments), buffer, count)
 
 
 def outputs(call: Any, arguments: list[Any], knobs: Knobs) -> list[torch.Tensor]:

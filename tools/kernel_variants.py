@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
 
-from kernel_edits import Edit, before
+from kernel_edits import Edit, before, constants
 from kernel_knobs import VARIANT, knob_edits
-
-_SOURCES = Path(__file__).parents[1] / "src/evenkv/kernels/evenkv_cuda"
 
 NUMBERS: dict[str, tuple[str, ...]] = {
     # How large clusters grow, and when requests stay whole.
@@ -26,7 +23,7 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "kEven100": ("110", "150"),
     "kEvenTiles": ("1", "4"),
     "kEvenBlocks": ("1", "3"),
-    "kMostEvenParts": ("16", "64"),
+    "kMostEvenParts": ("16", "32"),
     "kLevel10": ("0", "30"),
     "kWaves10": ("15", "40"),
     "kLongBytes": ("1 << 17", "1 << 19"),
@@ -56,8 +53,8 @@ def _constants() -> dict[str, tuple[str, str]]:
     """The files and values of the constants of choose.h and tuning.cuh."""
     found = {}
     for file in ("choose.h", "tuning.cuh"):
-        for statement in re.findall(r"^constexpr [^;]+;", (_SOURCES / file).read_text(), re.MULTILINE):
-            found |= {name: (file, value) for name, value in re.findall(r" (k\w+) = ([^,;]+)", statement)}
+        for _, values in constants(file):
+            found |= {name: (file, value) for name, value in values.items()}
     return found
 
 
