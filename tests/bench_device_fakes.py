@@ -294,6 +294,7 @@ def run_case(
     iterations: int = 20,
     log: list[tuple[str, str]] | None = None,
     lose_records: int = 0,
+    seed: int = 0,
 ) -> dict[str, Outcome]:
     """Measure a case with kernels on simulated GPUs, through the real trial, subjects and keeper."""
     owner = SimulatedKeeper(0, timer, machine=SimulatedGpu(timer))
@@ -310,6 +311,6 @@ def run_case(
         {name: "1.0" for name in kernels},
         clocks,
         timer,  # type: ignore[arg-type]
-        random.Random(0),
+        random.Random(seed),
     )
     return measure_case(case, 5, list(kernels), iterations, False, setup)

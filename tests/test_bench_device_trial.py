@@ -118,6 +118,14 @@ def test_who_is_wrong_in_a_round_is_not_timed_in_the_next(monkeypatch: pytest.Mo
         assert outcomes[name].status == "ok" and log.count((name, "time_graph")) == ROUNDS
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_errors_are_of_the_same_queries(seed: int) -> None:
+    """Three of one kernel have one error; the largest of more queries would be unfair to the baseline."""
+    outcomes = run_case({name: lambda gpu, name=name: Kernel(name, gpu) for name in NAMES}, seed=seed)
+    errors = {(outcome.max_abs_err, outcome.rel_err) for outcome in outcomes.values()}
+    assert len(errors) == 1 and min(errors.pop()) > 0.0
+
+
 def test_when_all_are_wrong_the_race_ends() -> None:
     log: list[tuple[str, str]] = []
     outcomes = race(log, evenkv_cuda=WrongLate, flashinfer_tc=WrongLate, fa3=WrongLate)

@@ -127,6 +127,7 @@ class _CaseRun:
         self._case, self._seed, self._setup, self._reference = case, seed, setup, reference
         self._cold = not warm
         self._baseline_error: float | None = None
+        self._shown = self._variants(1)[0]
 
     def admit(self, name: str) -> _Trial:
         """Prepare and check: whoever is wrong or refuses gets an outcome and is not timed."""
@@ -221,16 +222,21 @@ class _CaseRun:
         )
 
     def _check(self, trial: _Trial) -> Verdict:
-        """The baseline is checked on all queries, others on one that is drawn."""
-        variants = list(range(QUERY_VARIANTS)) if trial.name == BASELINE else self._variants(1)
-        verdicts = []
+        """The baseline is checked on all queries, others on one that is drawn for the case.
+
+        The verdict is of that one in every row, so that errors compare: of more queries the largest is larger.
+        """
+        variants = range(QUERY_VARIANTS) if trial.name == BASELINE else (self._shown,)
+        verdicts = {}
         for variant in variants:
             rows = trial.link.call("check", variant=variant, requests=self._reference.requests)
-            verdicts.append(self._judge(trial, rows, variant, range(len(self._reference.requests))))
-        worst = max(verdicts, key=lambda verdict: (bool(verdict.faults), verdict.max_abs_err))
-        if trial.name == BASELINE and not worst.faults:
-            self._baseline_error = max(verdict.max_abs_err for verdict in verdicts)
-        return worst
+            verdicts[variant] = self._judge(trial, rows, variant, range(len(self._reference.requests)))
+        for verdict in verdicts.values():
+            if verdict.faults:
+                return verdict
+        if trial.name == BASELINE:
+            self._baseline_error = max(verdict.max_abs_err for verdict in verdicts.values())
+        return verdicts[self._shown]
 
     def _round(
         self, trial: _Trial, calls: int, copies: Sequence[float], judges: ThreadPoolExecutor
