@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_device_fakes import BF16, FP8
+from bench_device_fakes import BF16, FP8, SimulatedGpu
 
 from evenkv.bench.case import Case
-from evenkv.bench.device import correctness
+from evenkv.bench.device import correctness, keeper
 from evenkv.bench.device.clocks import Clocks, ClockState
-from evenkv.bench.device.copies import copy_call, gbps, peak_bytes
+from evenkv.bench.device.copies import COPY_GRAIN, copy_call, gbps, matched_bytes, peak_bytes
 from evenkv.bench.device.inputs import Tensors, build_tensors, make_pool, pool_bytes, seed_of, view_cache
 from evenkv.bench.device.verdict import hidden_work, throttling
 from evenkv.errors import EvenkvError
@@ -37,7 +38,7 @@ CASES = [
 
 def drawn(case: Case, seed: int = 3) -> Tensors:
     pools = [make_pool(pool_bytes(case), case.kv_dtype, CPU, half) for half in range(2)]
-    return build_tensors(case, *pools, seed)
+    return build_tensors(case, *pools, seed, (0, 1))
 
 
 def as_problem(case: Case, tensors: Tensors, variant: int) -> Problem:
@@ -313,3 +314,24 @@ def test_copy_speeds_count_read_and_write() -> None:
     assert gbps(4 << 30, 2000.0) == pytest.approx(4295, rel=1e-3)
     assert peak_bytes(140 << 30) == 4 << 30
     assert peak_bytes(6 << 30) == 2 << 30
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, Case(1, None, (91,), 5, 1, 128, 1), replace(BF16, lengths=(0, 0, 0))]
+)
+def test_a_matched_copy_is_of_whole_pages(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remainder would be a copy of its own, and count for uneven batches alone."""
+    gpu, asked = SimulatedGpu(), []
+
+    def watch(source: torch.Tensor, target: torch.Tensor, num_bytes: int) -> Callable[[], None]:
+        asked.append((source.numel() * source.element_size(), target.numel(), num_bytes))
+        return lambda: gpu.launch("copy", 5.0)
+
+    monkeypatch.setattr(keeper, "copy_call", watch)
+    owner = keeper.Keeper(0, "cupti", machine=gpu)
+    owner.allocate(pool_bytes(case), case.kv_bytes(), case.kv_dtype, seed=1)
+    owner.matched_copy(case.kv_bytes(), 2, cold=True)
+    [(source, target, copied)] = asked
+    assert copied == matched_bytes(case.kv_bytes()) and copied % COPY_GRAIN == 0 < copied
+    assert 0 <= copied - case.kv_bytes() // 2 <= COPY_GRAIN
+    assert source >= copied and target >= copied, "one copy, no pieces"

@@ -128,20 +128,20 @@ def test_peers_attend_to_what_the_case_says(name: str, case: Case) -> None:
     subject = Subject(name, 0, "cupti", machine=SimulatedGpu(), implementation=implementation)
     subject._pools = tuple(pools)
     requests = list(range(case.batch))
-    outputs, lses = reference_rows(case, build_tensors(case, *pools, 9), requests)
+    outputs, lses = reference_rows(case, build_tensors(case, *pools, 9, (0, 1)), requests)
     for setting in implementation.settings(case):
         tensors = build_tensors(case, *pools, 9)
         subject._running = subject._capture(case, tensors, setting)
-        for variant in (1, 0, 1):
-            rows = subject.check(variant, requests)
+        for draw in (1, 0, 1):
+            rows = subject.check(draw, requests)
             verdict = judge(
                 case,
                 rows,
-                outputs[variant],
-                lses[variant],
+                outputs[draw],
+                lses[draw],
                 quantises_query=implementation.quantises_query(case),
             )
-            assert verdict.faults == (), (setting, variant)
+            assert verdict.faults == (), (setting, draw)
             assert (rows.lse is None) == (name == "flashinfer-xqa")
             # Quantised queries cost accuracy: the row must say so, and only then may it be so.
             stand_in_rounds = name == "fa3" and case.spec().is_fp8
@@ -249,17 +249,17 @@ def test_the_triton_kernel_goes_through_every_command(case: Case, monkeypatch: p
     )
     requests = list(range(case.batch))
     pools = [make_pool(pool_bytes(case), case.kv_dtype, torch.device("cpu"), half) for half in range(2)]
-    outputs, lses = reference_rows(case, build_tensors(case, *pools, 9), requests)
+    outputs, lses = reference_rows(case, build_tensors(case, *pools, 9, (0, 1)), requests)
     try:
         assert worker.call("describe") == (None, None)
         facts = worker.call("prepare", case=case, seed=9)
         assert facts == {"setting": "default", "plan_us": 0.0, "quantises_query": False}
-        eager = worker.call("check", variant=1, requests=requests)
-        few = {"variants": [1, 0], "cold": True}
+        eager = worker.call("check", draw=1, requests=requests)
+        few = {"draws": [1, 0], "cold": True}
         times, replayed = worker.call("time_graph", **few, checked=1, requests=requests)
         assert len(times) == 2
-        for rows, variant in ((eager, 1), (replayed, 0)):
-            assert judge(case, rows, outputs[variant], lses[variant]).faults == ()
+        for rows, draw in ((eager, 1), (replayed, 0)):
+            assert judge(case, rows, outputs[draw], lses[draw]).faults == ()
         assert len(worker.call("time_eager", **few, warm_up=0)) == 2
         assert len(worker.call("time_host", count=1)) == 1
         assert len(worker.call("time_wall", **few)) == 2

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from bench_device_fakes import BF16, Kernel, LocalLink, PreparedKernel, SimulatedKeeper, run_case
+from bench_device_fakes import (
+    BF16,
+    Kernel,
+    LocalLink,
+    PreparedKernel,
+    SimulatedGpu,
+    SimulatedKeeper,
+    run_case,
+)
 
 from evenkv.bench.device import trial
 from evenkv.bench.device.subject import Subject
@@ -124,6 +132,21 @@ def test_errors_are_of_the_same_queries(seed: int) -> None:
     outcomes = run_case({name: lambda gpu, name=name: Kernel(name, gpu) for name in NAMES}, seed=seed)
     errors = {(outcome.max_abs_err, outcome.rel_err) for outcome in outcomes.values()}
     assert len(errors) == 1 and min(errors.pop()) > 0.0
+
+
+def test_a_busy_host_accuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays by the host's clock are long while something else runs: then they are taken again."""
+    asked: list[int] = []
+    original = SimulatedGpu.wall_times
+
+    def disturbed(self: SimulatedGpu, call: Any, before: Any) -> list[float]:
+        asked.append(len(before))
+        return [us + 500.0 * (len(asked) == 1) for us in original(self, call, before)]
+
+    monkeypatch.setattr(SimulatedGpu, "wall_times", disturbed)
+    outcomes = race()
+    assert {outcome.status for outcome in outcomes.values()} == {"ok"}
+    assert len(asked) == len(NAMES) + 1, "once more, for the one that was disturbed"
 
 
 def test_when_all_are_wrong_the_race_ends() -> None:

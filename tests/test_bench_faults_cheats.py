@@ -63,18 +63,37 @@ def test_b1_kept_outputs_are_caught(cheat: type[Kernel]) -> None:
     assert outcome.reason is not None
 
 
+class RemembersQueries(Kernel):
+    """B1, cleverest: right for every query, and at once for those that it has seen before."""
+
+    def attend(self, prepared: PreparedKernel) -> None:
+        self.seen: set[bytes] = getattr(self, "seen", set())
+        query = bytes(prepared.tensors.q.view(torch.uint8).numpy())
+        prepared.write_exact()
+        self.gpu.launch("attend", 1.0 if query in self.seen else self.us)
+        self.seen.add(query)
+
+
+def test_b1_who_remembers_queries_gains_nothing() -> None:
+    outcome = tried(RemembersQueries)
+    assert outcome.status == "ok"
+    assert outcome.graph_us == outcome.eager_us == Kernel.us and outcome.spread == (Kernel.us, Kernel.us)
+
+
 def test_b1_nobody_can_know_which_call_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: set[int] = set()
+    seen: list[int] = []
     original = Subject.time_graph
 
-    def watch(self: Subject, variants: Any, cold: bool, checked: int, **rest: Any) -> Any:
+    def watch(self: Subject, draws: Any, cold: bool, checked: int, **rest: Any) -> Any:
         drawn.add(checked)
-        assert set(variants) == {0, 1}, "queries change within a round"
-        return original(self, variants, cold, checked, **rest)
+        seen.extend(draws)
+        return original(self, draws, cold, checked, **rest)
 
     monkeypatch.setattr(Subject, "time_graph", watch)
     assert tried(Kernel, iterations=100).status == "ok"
     assert len(drawn) > 1
+    assert len(set(seen)) == len(seen) == 100, "no timed call sees queries that another one saw"
 
 
 def test_b1_each_round_compares_other_requests_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:

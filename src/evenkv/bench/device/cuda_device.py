@@ -260,7 +260,7 @@ class CudaDevice:
         self._pool = self._ask_keeper(
             "allocate",
             pool_bytes=max(pool_bytes(case) for case in self._family),
-            copy_bytes=max(case.kv_bytes() for case in self._family) // 2,
+            kv_bytes=max(case.kv_bytes() for case in self._family),
             kv_dtype=self._family[0].kv_dtype,
             seed=_POOL_SEED,
         )

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 
@@ -23,9 +24,6 @@ from evenkv.numerics.problem import TORCH_DTYPES
 # Pages that no request lists. A constant, so that a case is the same problem whatever the family's pool
 # holds.
 UNLISTED_PAGES = 3
-# Queries of a case: timed calls take turns, so that no call can answer with what it computed before.
-QUERY_VARIANTS = 2
-
 _SLAB_BYTES = 256 << 20
 
 
@@ -40,7 +38,7 @@ class Tensors:
     kv_indptr, kv_indices, kv_last_page_len : int32 `[batch + 1]`, `[pages]`, `[batch]`
     lengths : int32 `[batch]`
     k_scale, v_scale : float32 `[num_kv_heads]`, None for bf16
-    queries : `QUERY_VARIANTS` contents for q
+    queries : what the reference answers, a content of q for each of the `draws` asked for
     kv_indptr_host, kv_last_page_len_host : the same on the CPU, for planners
     """
 
@@ -123,8 +121,18 @@ def view_cache(pool: torch.Tensor, case: Case) -> torch.Tensor:
     return pool[:wanted].view(pages, case.page_size, case.num_kv_heads, case.head_dim)
 
 
-def build_tensors(case: Case, k_pool: torch.Tensor, v_pool: torch.Tensor, seed: int) -> Tensors:
-    """Tables, queries and scales of a case, drawn on the pools' device from `seed`."""
+def fill_queries(q: torch.Tensor, draw: int) -> None:
+    """Normal random numbers in place: the same for one `draw` in every process on the same kind of device.
+
+    Each call that is timed gets a draw of its own, so that none can answer with what it computed before.
+    """
+    q.normal_(generator=torch.Generator(q.device).manual_seed(draw))
+
+
+def build_tensors(
+    case: Case, k_pool: torch.Tensor, v_pool: torch.Tensor, seed: int, draws: Sequence[int] = ()
+) -> Tensors:
+    """Tables and scales of a case, drawn on the pools' device from `seed`, and the queries of `draws`."""
     device = k_pool.device
     lengths = torch.tensor(case.request_lengths(), dtype=torch.int64)
     counts = torch.tensor([pages_of(int(n), case.page_size) for n in lengths], dtype=torch.int64)
@@ -135,16 +143,15 @@ def build_tensors(case: Case, k_pool: torch.Tensor, v_pool: torch.Tensor, seed: 
     listed = int(counts.sum())
     order = torch.randperm(listed + UNLISTED_PAGES, device=device, generator=generator)
     shape = (case.batch, case.num_qo_heads, case.head_dim)
-    queries = tuple(
-        torch.randn(shape, device=device, generator=generator).to(torch.bfloat16)
-        for _ in range(QUERY_VARIANTS)
-    )
+    q, *queries = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(1 + len(draws))]
+    for content, draw in zip((q, *queries), (seed, *draws), strict=True):
+        fill_queries(content, draw)
     k_scale = v_scale = None
     if case.spec().is_fp8:
         k_scale = 0.5 + 1.5 * torch.rand(case.num_kv_heads, device=device, generator=generator)
         v_scale = 0.5 + 1.5 * torch.rand(case.num_kv_heads, device=device, generator=generator)
     return Tensors(
-        q=queries[0].clone(),
+        q=q,
         k_cache=view_cache(k_pool, case),
         v_cache=view_cache(v_pool, case),
         kv_indptr=indptr.to(device),
@@ -153,7 +160,7 @@ def build_tensors(case: Case, k_pool: torch.Tensor, v_pool: torch.Tensor, seed: 
         lengths=lengths.to(torch.int32).to(device),
         k_scale=k_scale,
         v_scale=v_scale,
-        queries=queries,
+        queries=tuple(queries),
         kv_indptr_host=indptr,
         kv_last_page_len_host=last,
         sm_scale=1 / math.sqrt(case.head_dim),

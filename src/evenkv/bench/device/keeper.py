@@ -13,7 +13,14 @@ import numpy as np
 import torch
 
 from evenkv.bench.case import Case
-from evenkv.bench.device.copies import MATCHED_BUFFER_BYTES, copy_call, gbps, peak_bytes
+from evenkv.bench.device.copies import (
+    COPY_GRAIN,
+    MATCHED_BUFFER_BYTES,
+    copy_call,
+    gbps,
+    matched_bytes,
+    peak_bytes,
+)
 from evenkv.bench.device.correctness import reference_rows
 from evenkv.bench.device.inputs import build_tensors, make_pool, share
 from evenkv.bench.device.spans import StrayWork
@@ -53,8 +60,8 @@ class Keeper:
     def free_bytes(self) -> int:
         return self._machine.free_bytes()
 
-    def allocate(self, pool_bytes: int, copy_bytes: int, kv_dtype: str, seed: int) -> int:
-        """Make the K and V pools and the buffer of the matched copies.
+    def allocate(self, pool_bytes: int, kv_bytes: int, kv_dtype: str, seed: int) -> int:
+        """Make the K and V pools and the buffer of the matched copies, of cases of up to `kv_bytes`.
 
         Returns
         -------
@@ -62,11 +69,12 @@ class Keeper:
             Bytes of each pool: `pool_bytes`, or what the memory leaves.
         """
         self.free()
-        buffer_bytes = max(1, min(copy_bytes, MATCHED_BUFFER_BYTES))
+        buffer_bytes = min(matched_bytes(kv_bytes), MATCHED_BUFFER_BYTES)
         room = self._machine.free_bytes() - RESERVE_BYTES - buffer_bytes
         size = max(0, min(pool_bytes, room // 2)) // 16 * 16
         device = self._machine.device
-        self._pools = [make_pool(size, kv_dtype, device, seed + half) for half in range(2)]
+        # The last page of a matched copy may reach beyond what the case lists.
+        self._pools = [make_pool(size + COPY_GRAIN, kv_dtype, device, seed + half) for half in range(2)]
         self._buffer = torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
         self._machine.synchronize()
         return size
@@ -88,10 +96,10 @@ class Keeper:
         return max(0, self._machine.held_bytes() - self._own_bytes)
 
     def reference(
-        self, case: Case, seed: int, requests: Sequence[int]
+        self, case: Case, seed: int, requests: Sequence[int], draws: Sequence[int]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """`correctness.reference_rows` of the case."""
-        return reference_rows(case, build_tensors(case, *self._pools, seed), requests)
+        """`correctness.reference_rows` of the case, for the queries of each draw."""
+        return reference_rows(case, build_tensors(case, *self._pools, seed, draws), requests)
 
     def copy_peak(self) -> float:
         """1e9 bytes a second, read and write counted, median of repeats."""
@@ -106,7 +114,7 @@ class Keeper:
     def matched_copy(self, kv_bytes: int, count: int, cold: bool) -> list[float]:
         """Microseconds of copies that move `kv_bytes`: half read, half written."""
         assert self._buffer is not None
-        call = copy_call(self._pools[0], self._buffer, max(1, kv_bytes // 2))
+        call = copy_call(self._pools[0], self._buffer, matched_bytes(kv_bytes))
         return self._times(call, count, cold)
 
     def probe_empty(self, count: int) -> list[float]:

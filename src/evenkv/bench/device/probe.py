@@ -186,10 +186,10 @@ def _probe_family(
     requests = list(range(case.batch))
     if with_builds:
         _build(report, case, implementations, index)
-    pools = {"pool_bytes": pool_bytes(case), "copy_bytes": case.kv_bytes() // 2, "kv_dtype": dtype, "seed": 1}
+    pools = {"pool_bytes": pool_bytes(case), "kv_bytes": case.kv_bytes(), "kv_dtype": dtype, "seed": 1}
     if not report.step(f"{dtype}: pools", lambda: _said(keeper.call("allocate", **pools))):
         return
-    rows: dict[str, Any] = {"case": case, "seed": seed_of(case), "requests": requests}
+    rows: dict[str, Any] = {"case": case, "seed": seed_of(case), "requests": requests, "draws": range(4)}
     found: list[Any] = []
     report.step(f"{dtype}: fp32 reference", lambda: found.append(keeper.call("reference", **rows)))
     copy = {"kv_bytes": case.kv_bytes(), "count": 5, "cold": True}
@@ -248,23 +248,22 @@ def _probe_subject(report: _Report, name: str, subject: Any, keeper: Any, case: 
         facts.update(subject.call("prepare", case=case, seed=seed_of(case)))
         return ", ".join(f"{key} {value}" for key, value in facts.items())
 
-    def judged(rows: Any, variant: int) -> str:
+    def judged(rows: Any, draw: int) -> str:
         if reference is None:
             raise ValueError("there is no reference")
         quantised = facts["quantises_query"]
-        verdict = judge(case, rows, reference[0][variant], reference[1][variant], quantises_query=quantised)
+        verdict = judge(case, rows, reference[0][draw], reference[1][draw], quantises_query=quantised)
         if verdict.faults:
             raise ValueError("; ".join(verdict.faults))
         return f"max abs error {verdict.max_abs_err:.2e}, relative {verdict.rel_err:.2e}"
 
     def check() -> str:
-        return judged(subject.call("check", variant=1, requests=requests), 1)
+        return judged(subject.call("check", draw=1, requests=requests), 1)
 
     def graph() -> str:
-        variants = [number % 2 for number in range(_CALLS)]
-        asked = {"variants": variants, "cold": True, "checked": 3, "requests": requests}
+        asked = {"draws": range(_CALLS), "cold": True, "checked": 3, "requests": requests}
         times, rows = subject.call("time_graph", **asked)
-        return f"median {sorted(times)[_CALLS // 2]:.2f} us, {judged(rows, variants[3])}"
+        return f"median {sorted(times)[_CALLS // 2]:.2f} us, {judged(rows, 3)}"
 
     def plain(command: str, **arguments: Any) -> str:
         times = sorted(subject.call(command, **arguments))
@@ -279,9 +278,9 @@ def _probe_subject(report: _Report, name: str, subject: Any, keeper: Any, case: 
             return
     report.step(f"{name}: eager output", check)
     report.step(f"{name}: graph", graph)
-    report.step(f"{name}: eager", lambda: plain("time_eager", variants=[0, 1] * 5, cold=True))
+    report.step(f"{name}: eager", lambda: plain("time_eager", draws=range(10), cold=True))
     report.step(f"{name}: host", lambda: plain("time_host", count=10))
-    report.step(f"{name}: wall", lambda: plain("time_wall", variants=[0, 1] * 5, cold=True))
+    report.step(f"{name}: wall", lambda: plain("time_wall", draws=range(10), cold=True))
     report.step(f"{name}: lets go", release)
 
 

@@ -17,10 +17,10 @@ from evenkv.bench.device.correctness import Rows, take_rows
 from evenkv.bench.device.implementations import Implementation, Prepared, make_implementation
 from evenkv.bench.device.implementations.base import Returned
 from evenkv.bench.device.inputs import (
-    QUERY_VARIANTS,
     Tensors,
     adopt,
     build_tensors,
+    fill_queries,
     make_pool,
     pool_bytes,
 )
@@ -150,17 +150,17 @@ class Subject:
             "quantises_query": self._implementation.quantises_query(case),
         }
 
-    def check(self, variant: int, requests: Sequence[int]) -> Rows:
+    def check(self, draw: int, requests: Sequence[int]) -> Rows:
         """One eager call on poisoned outputs; the rows of the requests."""
         running = self._get()
-        self._set_inputs(running.prepared.returned, variant)
+        self._set_inputs(running.prepared.returned, draw)
         running.prepared.call()
         self._machine.synchronize()  # of the whole device: nothing may hide on another stream
         return self._rows(running.prepared.returned, requests)
 
     def time_graph(
         self,
-        variants: Sequence[int],
+        draws: Sequence[int],
         cold: bool,
         checked: int,
         requests: Sequence[int],
@@ -170,8 +170,8 @@ class Subject:
 
         Parameters
         ----------
-        variants : sequence of int
-            Which queries each timed call gets.
+        draws : sequence of int
+            Which queries each timed call gets (`inputs.fill_queries`).
         checked : int
             The timed call whose output is handed over.
         warm_up : int
@@ -189,20 +189,16 @@ class Subject:
             if number == checked:
                 kept.append(self._rows(running.replay_returned, requests))
 
-        before = [self._before(running.replay_returned, variant, cold) for variant in variants]
-        for prepare in before[:warm_up]:
-            prepare()
-            running.replay()
+        before = [self._before(running.replay_returned, draw, cold) for draw in draws]
+        self._warm_up(running.replay, running.replay_returned, draws[:warm_up], cold)
         times = self._machine.timer.times(running.replay, before, after)
         return times, kept[0]
 
-    def time_eager(self, variants: Sequence[int], cold: bool, warm_up: int = 1) -> list[float]:
+    def time_eager(self, draws: Sequence[int], cold: bool, warm_up: int = 1) -> list[float]:
         """Microseconds on the device of calls that are launched one by one, after `warm_up` untimed ones."""
         running = self._get()
-        before = [self._before(running.prepared.returned, variant, cold) for variant in variants]
-        for prepare in before[:warm_up]:
-            prepare()
-            running.prepared.call()
+        before = [self._before(running.prepared.returned, draw, cold) for draw in draws]
+        self._warm_up(running.prepared.call, running.prepared.returned, draws[:warm_up], cold)
         return self._machine.timer.times(running.prepared.call, before, lambda _: None)
 
     def time_host(self, count: int) -> list[float]:
@@ -211,10 +207,10 @@ class Subject:
         self._set_inputs(running.prepared.returned, 0)
         return self._machine.host_times(running.prepared.call, count)
 
-    def time_wall(self, variants: Sequence[int], cold: bool) -> list[float]:
+    def time_wall(self, draws: Sequence[int], cold: bool) -> list[float]:
         """Microseconds of replays by the host's clock, until the whole device is idle."""
         running = self._get()
-        before = [self._before(running.replay_returned, variant, cold) for variant in variants]
+        before = [self._before(running.replay_returned, draw, cold) for draw in draws]
         return self._machine.wall_times(running.replay, before)
 
     def finish(self) -> None:
@@ -247,17 +243,25 @@ class Subject:
             times = timer.times(running.replay, [flush] * more, lambda _: None)
         return statistics.median(times)
 
-    def _before(self, returned: Returned, variant: int, cold: bool) -> Callable[[], None]:
+    def _warm_up(
+        self, call: Callable[[], None], returned: Returned, draws: Sequence[int], cold: bool
+    ) -> None:
+        """Calls that are not timed, with queries that no timed call gets."""
+        for draw in draws:
+            self._before(returned, draw ^ 1, cold)()
+            call()
+
+    def _before(self, returned: Returned, draw: int, cold: bool) -> Callable[[], None]:
         def prepare() -> None:
-            self._set_inputs(returned, variant)
+            self._set_inputs(returned, draw)
             if cold:
                 self._machine.flush()
 
         return prepare
 
-    def _set_inputs(self, returned: Returned, variant: int) -> None:
+    def _set_inputs(self, returned: Returned, draw: int) -> None:
         running = self._get()
-        running.tensors.q.copy_(running.tensors.queries[variant % QUERY_VARIANTS])
+        fill_queries(running.tensors.q, draw)
         running.prepared.new_queries()
         for tensor in returned:
             tensor.fill_(float("nan"))
