@@ -119,9 +119,54 @@ def test_compilers_work_before_timing_once_for_each_geometry(world: World) -> No
 
 def test_only_what_will_be_measured_is_compiled(world: World) -> None:
     device = world.device()
-    device.build([BF16], implementations=(OURS,))
+    device.build([BF16], implementations=("fa3", "flashinfer-xqa"))
     device.begin_family([BF16])
-    assert [name for name, _ in world.built] == [OURS]
+    assert {name for name, _ in world.built} <= {"fa3", "flashinfer-xqa"}
+
+
+def test_ours_alone_are_held_against_the_baseline_all_the_same(world: World) -> None:
+    class Coarse(Kernel):
+        """Within the table's limit, but coarser than the baseline by far."""
+
+        def attend(self, prepared: PreparedKernel) -> None:
+            output, lse = prepared.exact()
+            prepared.returned[0].copy_(output * 0.9945)
+            prepared.returned[1].copy_(lse)
+            self.gpu.launch("attend", 8.0)
+
+    world.kernels[OURS] = lambda gpu: Coarse(OURS, gpu)
+    device = world.device()
+    case = replace(FP8, lengths=(4, 4, 4))
+    device.build([case], implementations=(OURS,))
+    device.begin_family([case])
+    assert {"flashinfer-tc", OURS} == {name for name, _ in world.built}, "its compiler must not be waited for"
+    outcomes = device.measure(case, (OURS,), 5, False)
+    assert list(outcomes) == [OURS] and outcomes[OURS].status == "wrong"
+    assert "twice the baseline's" in (outcomes[OURS].reason or "")
+    assert ("flashinfer-tc", "time_graph") not in world.log and ("flashinfer-tc", "finish") in world.log
+    world.kernels["flashinfer-tc"] = lambda gpu: RunsOut("flashinfer-tc", gpu)
+    device = world.device()
+    device.begin_family([case])
+    assert device.measure(case, (OURS,), 5, False)[OURS].status == "ok", "then the table's limit is left"
+
+
+def test_pools_that_do_not_fit_are_rows_of_their_family_alone(world: World) -> None:
+    class Greedy(SimulatedKeeper):
+        def allocate(self, pool_bytes: int, *rest: Any, **more: Any) -> int:
+            if len(world.log) < 12:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().allocate(pool_bytes, *rest, **more)
+
+    world.make_keeper = lambda timer: Greedy(0, timer, machine=SimulatedGpu(timer))
+    device = world.device()
+    device.begin_family([BF16])
+    outcomes = device.measure(BF16, FEW, 5, False)
+    assert {outcome.status for outcome in outcomes.values()} == {"oom"}
+    assert "0.0 are allocated" in (outcomes[OURS].reason or "")
+    device.end_family()
+    world.log += [("", "")] * 12
+    device.begin_family([FP8])
+    assert {outcome.status for outcome in device.measure(FP8, FEW, 5, False).values()} == {"ok"}
 
 
 def test_nothing_is_compiled_for_cases_that_are_refused() -> None:

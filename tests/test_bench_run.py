@@ -214,7 +214,7 @@ def test_shaky_times_are_measured_once_more(tmp_path):
 
     device = Disturbed()
     report = bench(tmp_path / "x.jsonl", CASES[:1], device)
-    assert device.log[3] == "measure b32 L4096 h32/8 ps16 bf16 flashinfer-tc,fa3"
+    assert device.log[3] == "measure b32 L4096 h32/8 ps16 bf16 fa3"
     assert len(report.rows) == 6 and not any(r.unstable for r in report.rows)
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from evenkv.bench.machine_log import Entry, describe, load_log
 from evenkv.bench.record import Row, gpu_file_name, load_rows
 from evenkv.bench.standin import GPU as STANDIN
 from evenkv.bench.summary import Group, groups_of
@@ -49,7 +50,14 @@ def committed_rows(repository: Repository) -> list[Row]:
     return [row for path in paths for row in load_rows(path) if row.gpu != STANDIN]
 
 
-def render_block(rows: Iterable[Row], plots: Mapping[str, Sequence[str]]) -> str:
+def log_of(repository: Repository, gpu: str) -> list[Entry]:
+    """What runs on that GPU saw of the machine."""
+    return load_log(rows_folder(repository) / f"{gpu_file_name(gpu)}.jsonl")
+
+
+def render_block(
+    rows: Iterable[Row], plots: Mapping[str, Sequence[str]], machines: Mapping[str, str] | None = None
+) -> str:
     """What stands between the markers: one section a GPU (and timer), expected GPUs first.
 
     Parameters
@@ -57,6 +65,8 @@ def render_block(rows: Iterable[Row], plots: Mapping[str, Sequence[str]]) -> str
     rows : iterable of Row
     plots : mapping
         By GPU: the plots' paths (PNG), relative to the page.
+    machines : mapping, optional
+        By GPU: what its log tells (`machine_log.describe`).
     """
     groups = groups_of(rows)
     gpus = [*EXPECTED_GPUS, *sorted({g.gpu for g in groups} - set(EXPECTED_GPUS))]
@@ -66,6 +76,7 @@ def render_block(rows: Iterable[Row], plots: Mapping[str, Sequence[str]]) -> str
         own = [group for group in groups if group.gpu == gpu]
         if not own:
             parts.append(f"{gpu}: {NOT_MEASURED}. How to measure it: [reproduce.md](reproduce.md).")
+        parts += [told] if own and (told := (machines or {}).get(gpu)) else []
         for group in own:
             parts += [_caption(group), *(markdown_table(cells) for cells in all_tables(group.cases))]
         parts += [f"![{Path(path).stem}]({path})" for path in plots.get(gpu, ())]
@@ -74,7 +85,9 @@ def render_block(rows: Iterable[Row], plots: Mapping[str, Sequence[str]]) -> str
 
 def page_text(repository: Repository, rows: Sequence[Row], plots: Mapping[str, Sequence[str]]) -> str:
     """docs/results.md with its block rendered anew."""
-    return _with_block(results_page(repository), (BEGIN, END), render_block(rows, plots))
+    told = {gpu: describe(log_of(repository, gpu)) for gpu in {row.gpu for row in rows}}
+    machines = {gpu: text for gpu, text in told.items() if text}
+    return _with_block(results_page(repository), (BEGIN, END), render_block(rows, plots, machines))
 
 
 def render_regimes(rows: Iterable[Row]) -> str:

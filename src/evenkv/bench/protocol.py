@@ -41,7 +41,8 @@ class Outcome:
 
     Times in microseconds (medians); `spread` is (p10, p90) of `graph_us`; `moved` the largest median of a
     round over the smallest, None where there were no rounds; `reason` of an "ok" outcome may say why its
-    number is shaky (throttle reasons).
+    number is shaky (throttle reasons). `temperature_c` is the least and the most beside the rounds, `plan_us`
+    the host's time of planning (None: it does not plan), `setting` the one that was chosen.
     """
 
     status: Status
@@ -59,6 +60,11 @@ class Outcome:
     sm_clock_mhz_after: float | None = None
     peer_version: str | None = None
     moved: float | None = None
+    # For the machine's log alone.
+    temperature_c: tuple[float, float] | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    plan_us: float | None = None
+    setting: str | None = None
 
 
 class DeviceLost(EvenkvError):
@@ -83,6 +89,10 @@ class Device(Protocol):
 
     def copy_peak_gbps(self) -> float:
         """Device-to-device copy at peak size, read and write counted, measured in this run."""
+        ...
+
+    def launch_floor_us(self) -> float | None:
+        """Microseconds of a kernel that does nothing, by the timer of the rows, L2 cold."""
         ...
 
     def build(

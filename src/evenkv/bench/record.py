@@ -52,6 +52,14 @@ _MEASURED = (
 )
 
 
+class TornLineWarning(UserWarning):
+    """A results file ends in half a row, as an interrupted run leaves it; `path` is the file's."""
+
+    def __init__(self, path: Path, done: str) -> None:
+        super().__init__(f"{path}: the last line is cut off, as an interruption leaves it; {done}.")
+        self.path = path
+
+
 class Row(BaseModel):
     """One (case, implementation) on one GPU. Times in microseconds, medians of `iterations`.
 
@@ -124,19 +132,24 @@ def gpu_file_name(gpu: str) -> str:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows, on the disk when this returns; several processes may do so at once.
+    """Append rows, on the disk when this returns; several processes may do so at once."""
+    append_lines(path, (row.model_dump_json() for row in rows))
 
-    A line that an interrupted run left half-written is removed first: a row is there whole or not at all.
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines of JSON, on the disk when this returns; several processes may do so at once.
+
+    A line that an interrupted run left half-written is removed first: each is there whole or not at all.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         _drop_torn_line(handle, path)
-        for row in rows:
-            line = memoryview(f"{row.model_dump_json()}\n".encode())
-            while line:
-                line = line[os.write(handle, line) :]
+        for line in lines:
+            rest = memoryview(f"{line}\n".encode())
+            while rest:
+                rest = rest[os.write(handle, rest) :]
         os.fsync(handle)  # once for all: a case has six, and a run waits for it
     finally:
         os.close(handle)
@@ -148,16 +161,20 @@ def load_rows(path: Path) -> list[Row]:
     Raises
     ------
     EvenkvError
-        When a line is not a row of this schema; it names file and line.
+        When a line is not a row of this schema (it names file and line), or the file cannot be read.
     """
-    if not path.exists():
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            content = file.read()
+    except FileNotFoundError:
         return []
-    with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        content = file.read()
+    except OSError as error:
+        remedy = "Give a file of rows that can be read."
+        raise EvenkvError(f"{path}: rows cannot be read: {error.strerror}.", remedy) from error
     *lines, rest = content.split(b"\n")
     if rest:
-        warnings.warn(f"{path}: the last line is cut off; left out.", stacklevel=2)
+        warnings.warn(TornLineWarning(path, "left out"), stacklevel=2)
     return [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -207,5 +224,5 @@ def _drop_torn_line(handle: int, path: Path) -> None:
             end = start + newline + 1
             break
         end = start
-    warnings.warn(f"{path}: the last line was cut off; removed.", stacklevel=3)
+    warnings.warn(TornLineWarning(path, "removed"), stacklevel=4)
     os.ftruncate(handle, end)

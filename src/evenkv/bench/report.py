@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evenkv.bench import markdown
+from evenkv.bench.machine_log import launch_floor_us
 from evenkv.bench.summary import Group, groups_of
 from evenkv.files import write_atomic
 from evenkv.paths import Repository
@@ -31,7 +32,8 @@ def write_report(repository: Repository, progress: Callable[[str, float], None])
         from evenkv.bench.plots import write_plots
 
         progress(f"plots of {group.gpu}", number / len(largest))
-        written += write_plots(group, markdown.plots_folder(repository))
+        floor = launch_floor_us(markdown.log_of(repository, group.gpu))
+        written += write_plots(group, markdown.plots_folder(repository), floor)
     pages = {
         markdown.kernel_page(repository): markdown.kernel_text(repository, rows),
         markdown.results_page(repository): markdown.page_text(

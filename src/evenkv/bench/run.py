@@ -18,8 +18,9 @@ from evenkv.bench.judge import (
     missing_outcome,
     steadier,
 )
+from evenkv.bench.machine_log import log_case, log_run
 from evenkv.bench.protocol import Device, DeviceFacts, DeviceLost, Outcome
-from evenkv.bench.record import ERROR_PEER, OURS, Row, append_rows, latest, load_rows
+from evenkv.bench.record import OURS, Row, append_rows, latest, load_rows
 from evenkv.errors import EvenkvError
 
 __all__ = ["Device", "DeviceFacts", "DeviceLost", "Outcome", "RunReport", "run_bench"]
@@ -142,6 +143,8 @@ def run_bench(
     report.reused = sum(len(wanted) - len(names) for names in todo.values())
     announce(report)
 
+    if waiting:
+        log_run(path, facts.gpu, copy_gbps, device.launch_floor_us())
     run = _Run(device, Judge(facts, copy_gbps, provenance, warm), path, report, todo, progress)
     for case in waiting:
         if grid.is_skipped(case):
@@ -186,6 +189,7 @@ class _Run:
             outcome = outcome or Outcome("refused", "the device gave no answer")
             rows.append(self._judge.row(case, name, outcome))
         append_rows(self._path, rows)
+        log_case(self._path, case, outcomes)
         self._report.rows += rows
 
     def measure_all(
@@ -251,9 +255,8 @@ class _Run:
             if instability(outcome) and (outcome.graph_us or 0.0) <= plan.LONG_US
         ]
         if shaky:
-            # Once more: a disturbance from outside is over by then, a shaky kernel is not. The peer whose
-            # error is the limit comes along, so that the check is the same.
-            again = self._once(case, [n for n in names if n in (*shaky, ERROR_PEER)], iterations)
+            # Once more: a disturbance from outside is over by then, a shaky kernel is not.
+            again = self._once(case, shaky, iterations)
             outcomes |= {name: steadier(outcomes[name], again.get(name, outcomes[name])) for name in shaky}
         return outcomes
 

@@ -63,6 +63,9 @@ class StandIn:
     def copy_peak_gbps(self) -> float:
         return _COPY_GBPS
 
+    def launch_floor_us(self) -> float:
+        return _LAUNCH_US
+
     def build(
         self, cases: Sequence[Case], progress: Callable[[str, float], None], implementations: Sequence[str]
     ) -> None:

@@ -7,6 +7,7 @@ implementation (`subject.Subject`), over the owner's memory. Only one of them us
 from __future__ import annotations
 
 import random
+import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from evenkv.bench.case import Case
 from evenkv.bench.device import builds, selftest
 from evenkv.bench.device.clocks import Clocks
 from evenkv.bench.device.inputs import pool_bytes, seed_of
-from evenkv.bench.device.trial import Setup, measure_case, patient
+from evenkv.bench.device.trial import BASELINE, Setup, limit_of, measure_case, patient
 from evenkv.bench.device.worker import Worker, WorkerFault
 from evenkv.bench.protocol import DeviceFacts, DeviceLost, Outcome
 from evenkv.bench.record import IMPLEMENTATIONS, Timer
@@ -33,6 +34,7 @@ STRIKES = 3
 _LEFTOVER_BYTES = 256 << 20
 _WORKER_BYTES = 2 << 30
 _POOL_SEED = 20260101
+_FLOOR_CALLS = 20
 
 MakeWorker = Callable[[str, str, Mapping[str, Any]], Any]
 
@@ -130,6 +132,10 @@ class CudaDevice:
             self._copy_gbps = self._ask_keeper("copy_peak")
         return self._copy_gbps
 
+    def launch_floor_us(self) -> float:
+        self._start()
+        return statistics.median(self._ask_keeper("probe_empty", count=_FLOOR_CALLS))
+
     def build(
         self,
         cases: Sequence[Case],
@@ -145,7 +151,9 @@ class CudaDevice:
         """
         if implementations is not None:
             self._wanted = tuple(implementations)
-        present = [name for name in self._wanted if self.implementations().get(name, "unknown") is None]
+        wanted = {*self._wanted, *limit_of(self._wanted)}
+        known = self.implementations()
+        present = [name for name in IMPLEMENTATIONS if name in wanted and known[name] is None]
         jobs = builds.build_jobs(cases, present, self._built)
         self._built |= builds.build_all(jobs, self._index, progress)
 
@@ -165,8 +173,11 @@ class CudaDevice:
             return {name: Outcome("oom", reason) for name in implementations}
         outcomes = {name: self._barred(name, case) for name in implementations}
         able = [name for name, outcome in outcomes.items() if outcome is None]
+        present = {name: _Link(self, name) for name in able}
+        if limit_of(able) and self._barred(BASELINE, case) is None:
+            present.setdefault(BASELINE, _Link(self, BASELINE))
         setup = Setup(
-            {name: _Link(self, name) for name in able},
+            present,
             self._keeper,
             self._versions,
             self._clocks.state,
@@ -257,13 +268,20 @@ class CudaDevice:
     def _allocate(self) -> None:
         """The family's pools, at the largest size that it needs."""
         self._pool_generation += 1
-        self._pool = self._ask_keeper(
-            "allocate",
-            pool_bytes=max(pool_bytes(case) for case in self._family),
-            kv_bytes=max(case.kv_bytes() for case in self._family),
-            kv_dtype=self._family[0].kv_dtype,
-            seed=_POOL_SEED,
-        )
+        self._pool = 0
+        try:
+            self._pool = self._keeper.call(
+                "allocate",
+                pool_bytes=max(pool_bytes(case) for case in self._family),
+                kv_bytes=max(case.kv_bytes() for case in self._family),
+                kv_dtype=self._family[0].kv_dtype,
+                seed=_POOL_SEED,
+            )
+        except WorkerFault as fault:
+            if fault.status != "oom" or fault.gone:
+                raise DeviceLost(f"GPU {self._index} does not answer: {fault.reason}") from fault
+            # Somebody else has the memory: the family's cases get rows that say so, the next ones may fit.
+            self._ask_keeper("free")
 
     def _ask_keeper(self, command: str, **arguments: Any) -> Any:
         try:
