@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +16,12 @@ from bench_device_fakes import (
     PreparedKernel,
     SimulatedGpu,
     SimulatedKeeper,
-    share_in_process,
-    steady,
 )
+from bench_device_world import World
 
 from evenkv.bench.case import Case
 from evenkv.bench.device import builds, cuda_device
 from evenkv.bench.device.cuda_device import CudaDevice
-from evenkv.bench.device.subject import Subject
 from evenkv.bench.device.worker import WorkerFault
 from evenkv.bench.protocol import DeviceLost, Outcome
 from evenkv.bench.record import IMPLEMENTATIONS
@@ -33,51 +30,6 @@ from evenkv.errors import EvenkvError
 torch.set_num_threads(1)
 OURS = "evenkv-cuda"
 FEW = (OURS, "flashinfer-tc")
-
-
-class FakeClocks:
-    reason = None
-
-    def state(self) -> Any:
-        return steady()
-
-    def memory_peak_gbps(self) -> float:
-        return 4900.0
-
-
-class World:
-    """Processes in this one, and what they are to do wrong."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        share_in_process(monkeypatch)
-        self.kernels: dict[str, Callable[[SimulatedGpu], Any]] = {
-            name: lambda gpu, name=name: Kernel(name, gpu) for name in IMPLEMENTATIONS
-        }
-        self.links: dict[str, LocalLink] = {}
-        self.log: list[tuple[str, str]] = []
-        self.make_keeper: Callable[[str], Any] = lambda timer: SimulatedKeeper(
-            0, timer, machine=SimulatedGpu(timer)
-        )
-        self.built: list[builds.BuildKey] = []
-        self.build_failures: dict[str, str] = {}
-        monkeypatch.setattr(builds, "build_all", self._build)
-
-    def _build(self, jobs: Mapping[builds.BuildKey, Case], *_: Any) -> dict[builds.BuildKey, str | None]:
-        self.built += jobs
-        return {key: self.build_failures.get(key[0]) for key in jobs}
-
-    def make_worker(self, name: str, factory: str, arguments: Mapping[str, Any]) -> LocalLink:
-        def make() -> Any:
-            if factory.endswith(":Keeper"):
-                return self.make_keeper(arguments["timer"])
-            gpu = SimulatedGpu(arguments["timer"])
-            return Subject(name, 0, arguments["timer"], machine=gpu, implementation=self.kernels[name](gpu))
-
-        self.links[name] = LocalLink(make, self.log, name)
-        return self.links[name]
-
-    def device(self, timer: str = "cupti") -> CudaDevice:
-        return CudaDevice(0, timer, make_worker=self.make_worker, clocks=FakeClocks())
 
 
 @pytest.fixture
@@ -150,25 +102,6 @@ def test_ours_alone_are_held_against_the_baseline_all_the_same(world: World) -> 
     assert device.measure(case, (OURS,), 5, False)[OURS].status == "ok", "then the table's limit is left"
 
 
-def test_pools_that_do_not_fit_are_rows_of_their_family_alone(world: World) -> None:
-    class Greedy(SimulatedKeeper):
-        def allocate(self, pool_bytes: int, *rest: Any, **more: Any) -> int:
-            if len(world.log) < 12:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().allocate(pool_bytes, *rest, **more)
-
-    world.make_keeper = lambda timer: Greedy(0, timer, machine=SimulatedGpu(timer))
-    device = world.device()
-    device.begin_family([BF16])
-    outcomes = device.measure(BF16, FEW, 5, False)
-    assert {outcome.status for outcome in outcomes.values()} == {"oom"}
-    assert "0.0 are allocated" in (outcomes[OURS].reason or "")
-    device.end_family()
-    world.log += [("", "")] * 12
-    device.begin_family([FP8])
-    assert {outcome.status for outcome in device.measure(FP8, FEW, 5, False).values()} == {"ok"}
-
-
 def test_nothing_is_compiled_for_cases_that_are_refused() -> None:
     scout, usual = Case(1, 8, None, 5, 1, 128, 1), Case(1, 8, None, 32, 8, 128, 16)
     names = ("evenkv-cuda", "evenkv-triton", "flashinfer-cc", "flashinfer-xqa")
@@ -176,19 +109,6 @@ def test_nothing_is_compiled_for_cases_that_are_refused() -> None:
     assert {case.name for (name, _), case in jobs.items() if name.startswith("flashinfer")} == {usual.name}
     assert sum(name.startswith("evenkv") for name, _ in jobs) == 4, "each geometry, Triton's too"
     assert [name for name, _ in jobs][:2] == ["flashinfer-cc", "flashinfer-xqa"], "the longest come first"
-
-
-def test_memory_taken_behind_torchs_back_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = SimulatedGpu()
-    owner = SimulatedKeeper(0, "cupti", machine=SimulatedGpu())
-    owner.allocate(1 << 20, 1 << 20, BF16.kv_dtype, seed=1)
-    made = Subject(OURS, 0, "cupti", machine=gpu, implementation=Kernel(OURS, gpu))
-    made._pools = tuple(owner._pools)
-    free = iter((64 << 30, 63 << 30, 63 << 30, 60 << 30))
-    monkeypatch.setattr(gpu, "free_bytes", lambda: next(free))
-    for _ in range(2):
-        made.prepare(BF16, 1)
-    assert made.release() == 4 << 30
 
 
 def test_a_failed_build_costs_its_own_implementation_alone(world: World) -> None:

@@ -208,6 +208,23 @@ def test_b4_quantised_queries_have_a_wider_limit_that_catches_the_same() -> None
     assert tried(Quantised, FP8).status == "wrong"
 
 
+class ZeroForLong(Kernel):
+    """B4: right where outputs are large, zero for one long request, whose outputs are small."""
+
+    def attend(self, prepared: PreparedKernel) -> None:
+        prepared.write_exact()
+        prepared.returned[0][-1].zero_()
+        self.gpu.launch("attend", 5.0)
+
+
+def test_b4_each_request_has_its_own_norm() -> None:
+    case = replace(BF16, batch=4, lengths=(1, 1, 1, 3000))
+    outcome = tried(ZeroForLong, case)
+    assert outcome.status == "wrong"
+    assert "output is off by 1 of its norm" in (outcome.reason or "")
+    assert outcome.rel_err is not None and outcome.rel_err < 0.02, "of all requests together it is nothing"
+
+
 def test_b4_ours_may_not_be_twice_as_far_off_as_the_baseline() -> None:
     class Coarse(Kernel):
         """Within the table's limit, but coarser than the baseline by far."""

@@ -33,6 +33,8 @@ STRIKES = 3
 # What may stay allocated between families: in the owner's process, and in an implementation's (workspaces).
 _LEFTOVER_BYTES = 256 << 20
 _WORKER_BYTES = 2 << 30
+# Beyond what processes say that they hold: kernels are loaded as they are used, and take memory, too.
+_UNACCOUNTED_BYTES = 4 << 30
 _POOL_SEED = 20260101
 _FLOOR_CALLS = 20
 
@@ -81,6 +83,7 @@ class CudaDevice:
         self._copy_gbps: float | None = None
         self._family: list[Case] = []
         self._pool = 0
+        self._free_at_start: int | None = None  # bytes, with every process up and nothing allocated
         self._adopted: dict[str, tuple[int, int]] = {}  # name -> generations of its process and the pools
         self._pool_generation = 0
         self._strikes: dict[str, int] = {}
@@ -162,6 +165,8 @@ class CudaDevice:
             raise EvenkvError("A family has one kv_dtype.", "Begin a family for each of them.")
         self.build(cases)
         self._family = list(cases)
+        if self._free_at_start is None:
+            self._free_at_start = self._ask_keeper("free_bytes")
         self._allocate()
 
     def measure(
@@ -201,7 +206,7 @@ class CudaDevice:
     def end_family(self) -> None:
         alive = [worker for worker in self._subjects.values() if worker.alive]
         with ThreadPoolExecutor(max(1, len(alive))) as pool:  # nothing is timed: side by side
-            list(pool.map(_release, alive))
+            held = sum(pool.map(_release, alive))
         self._adopted.clear()
         self._family, self._pool = [], 0
         try:
@@ -211,6 +216,7 @@ class CudaDevice:
         if leftover > _LEFTOVER_BYTES:
             # A process that was killed never let go of the pools: they end with their owner's process.
             self._restart_keeper()
+        self._check_freed(held)
 
     def close(self) -> None:
         for worker in [*self._subjects.values(), self._keeper]:
@@ -221,6 +227,20 @@ class CudaDevice:
         self._keeper = None
 
     # -- inside
+
+    def _check_freed(self, held: int) -> None:
+        """Whether the GPU itself has the family's memory back; every process starts anew when it has not."""
+        lost = (self._free_at_start or 0) - self._ask_keeper("free_bytes") - held
+        if lost <= _UNACCOUNTED_BYTES:
+            return
+        warnings.warn(
+            f"GPU {self._index}: {lost / 2**30:.1f} GiB are not free after a family and no process says that "
+            "it holds them; all processes start anew.",
+            stacklevel=3,
+        )
+        for worker in self._subjects.values():
+            worker.kill()
+        self._restart_keeper()
 
     def _start(self) -> None:
         """Start the owner; settles the timer."""
@@ -337,13 +357,19 @@ class CudaDevice:
         return self._ask_keeper("share")
 
 
-def _release(worker: Any) -> None:
-    """Let an implementation's process give its memory back; the process goes when it does not."""
+def _release(worker: Any) -> int:
+    """Let an implementation's process give its memory back; the process goes when it does not.
+
+    Returns the bytes that it still holds.
+    """
     try:
-        if worker.call("release") > _WORKER_BYTES:
-            worker.kill()
+        held = worker.call("release")
     except WorkerFault:
+        held = _WORKER_BYTES + 1
+    if held > _WORKER_BYTES:
         worker.kill()
+        return 0
+    return held
 
 
 class _Link:
