@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -76,6 +80,61 @@ def test_run_tells_right_from_wrong_and_writes_no_traces(repository, monkeypatch
     }
     faults = {r["solution"].split("_h5")[0]: r["faults"] for r in report["results"]}
     assert "wrong mood" in faults["raises"][0] and "code -6" in faults["crashes"][0]
+    assert tree(repository.root) == before
+
+
+def test_no_time_at_all_starts_nothing_and_says_what_is_left(repository, monkeypatch, tmp_path):
+    monkeypatch.setenv("EVENKV_ROOT", str(repository.root))
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for built in (False, True):
+        monkeypatch.setattr("evenkv.evaluate.builds.is_built", lambda solution, built=built: built)
+        result = CliRunner().invoke(app, ["run", "--minutes", "0", "--solutions", "right", "evenkv_cpp"])
+        assert result.exit_code == 0 and result.stderr == "", result.output
+        assert "0 evaluations: none" in result.stdout
+        assert "2 evaluations of right: no time left" in result.stdout
+        cpp = "3 evaluations of evenkv_cpp: no time left" if built else "2 C++ solutions: no time to build"
+        assert cpp in result.stdout
+
+
+def test_solutions_that_all_need_a_gpu_are_refused(repository, monkeypatch):
+    monkeypatch.setenv("EVENKV_ROOT", str(repository.root))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = CliRunner().invoke(app, ["run", "--solutions", "flashinfer_tc", "fa3", "--definitions", PAGED])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("evenkv: --solutions: wanted some for a machine without a CUDA GPU, got ")
+    assert "flashinfer_tc, fa3, which need one." in result.stderr
+    assert "what runs here: evenkv_cpp, evenkv_cuda (compiled, not run), right.\n" in result.stderr
+
+
+def test_a_terminated_run_tells_what_it_had_and_ends_with_1(repository, tmp_path):
+    """The real signal on a real process: `right` has passed on one workload, `hangs` never ends."""
+    begun = tmp_path / "begun"
+    source = f"import time\nfrom pathlib import Path\nPath({str(begun)!r}).touch()\n" + HANGS
+    add_solution(repository, "hangs", FLAT, language="triton", source=source)
+    before = tree(repository.root)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evenkv", "run", "--minutes", "inf", "--solutions", "right", "hangs"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "EVENKV_ROOT": str(repository.root),
+            "FIB_CACHE_PATH": str(tmp_path / "cache"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+    )
+    deadline = time.monotonic() + 60
+    while not begun.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=30)
+    assert process.returncode == 1, said
+    assert "1 evaluations: 1 PASSED" in out and "2 evaluations: interrupted" in out
+    assert said.startswith("evenkv: Interrupted after 1 evaluations; on a CPU nothing is filed")
+    assert said.count("\n") == 1
     assert tree(repository.root) == before
 
 
@@ -159,6 +218,20 @@ def test_cuda_compilations_take_kinds_in_turn_and_the_next_run_goes_on(monkeypat
         (f"gqa_paged_decode_{name}", arch) for name in order for arch in ARCHS
     ]
     assert len(second.compiled[-1].specs) == 2
+
+    waits = []
+
+    def interrupted(running, return_when):
+        waits.append(running)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+        return wait(running, return_when=return_when)
+
+    wait, stopped = cpu.wait, cpu.CpuReport()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(cpu, "wait", interrupted)
+        cpu._compile([kernel], specs, time.monotonic() + 60.0, stopped, lambda what: None)
+    assert len(stopped.compiled) == 2, "those that ended before it, and no more"
 
     def missing():
         raise EvenkvError("No nvcc here.", "Get one.")

@@ -311,3 +311,25 @@ def test_run_commands_minutes_limit_the_builds_too(repository, gpu_command, monk
     result = CliRunner().invoke(app, [*gpu_command, "flashinfer_tc", "--minutes", "0", "--json"])
     document = json.loads(result.stdout)
     assert document["not_warmed_up"] == ["flashinfer_tc_h5_kv1_d128_ps1"] and document["evaluated"] == 0
+
+
+class InterruptedWorkers(FakeWorkers):
+    def run_workload(self, definition, workload, solutions, config, root):
+        if workload.uuid == "mixed":
+            raise KeyboardInterrupt
+        return super().run_workload(definition, workload, solutions, config, root)
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_an_interrupted_command_shows_what_was_done_and_how_to_go_on(
+    repository, gpu_command, monkeypatch, save
+):
+    monkeypatch.setattr("flashinfer_bench.bench.benchmark.PersistentRunner", InterruptedWorkers)
+    command = [*gpu_command, "flashinfer_tc", "--definitions", PAGED]
+    result = CliRunner().invoke(app, command if save else [*command, "--no-save"])
+    assert result.exit_code == 1
+    assert "short" in result.stdout and "20.0" in result.stdout
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("evenkv: ")]
+    assert line.startswith("evenkv: Interrupted")
+    assert ("--resume" in line) == save and ("--no-save" in line) != save
+    assert [t.workload.uuid for t in lines(repository, "baseline", PAGED)] == ["short"] * save

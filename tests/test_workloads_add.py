@@ -115,11 +115,23 @@ def test_a_bad_line_is_named_and_nothing_is_written(tmp_path, line, named):
 
 
 def test_capture_refuses_missing_and_empty_logs(tmp_path):
-    assert "absent.jsonl" in invoke("capture", tmp_path / "absent.jsonl", "--definition", PS16, fails=True)
+    absent = tmp_path / "absent.jsonl"
+    said = invoke("capture", absent, "--definition", PS16, fails=True)
+    assert said.startswith(f"log: wanted a file, got {absent}: no such file.") and "Errno" not in said
+    said = invoke("capture", tmp_path, "--definition", PS16, fails=True)
+    assert said.startswith(f"log: wanted a file, got the folder {tmp_path}.") and "Errno" not in said
+    binary = tmp_path / "binary.jsonl"
+    binary.write_bytes(b"\xff\xfe")
+    said = invoke("capture", binary, "--definition", PS16, fails=True)
+    assert said.startswith(f"log: wanted UTF-8 text, got {binary}: ")
     empty = write_log(tmp_path / "empty.jsonl")
     assert "empty file" in invoke("capture", empty, "--definition", PS16, fails=True)
     log = write_log(tmp_path / "log.jsonl", {"lengths": [5]})
-    assert "every" in invoke("capture", log, "--definition", PS16, "--every", 0, fails=True)
+    for option, value, least in (("--every", 0, 1), ("--seed", -1, 0)):
+        said = invoke("capture", log, "--definition", PS16, option, value, fails=True)
+        assert said == (
+            f"{option}: wanted {least} or more, got {value}. See `evenkv workloads capture --help`."
+        )
 
 
 # synth
@@ -151,23 +163,30 @@ def test_synth_finds_a_pool_by_itself_and_appends_empty_requests(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--definition", "nonsense"], "nonsense"),
-        (
-            ["--definition", "gqa_paged_decode_h7_kv1_d128_ps2"],
-            "definition: wanted one that the package ships",
-        ),
-        (["--definition", PS16, "--count", "0"], "count"),
-        (["--definition", PS16, "--batch", "0"], "batch"),
-        (["--definition", PS16, "--prompt-median", "nan"], "median"),
-        (["--definition", PS16, "--prompt-sigma", "-1"], "sigma"),
-        (["--definition", PS16, "--arrival-rate", "0"], "arrival_rate"),
-        (["--definition", PS16, "--num-pages", "40"], "batch: wanted 32 requests"),
-        (["--definition", PS16, "--max-context", "1"], "max_context"),
+        (["--definition", "nonsense"], "one that the package ships, got 'nonsense'"),
+        (["--definition", "gqa_paged_decode_h7_kv1_d128_ps2"], "one that the package ships"),
+        (["--definition", PS16, "--count", "0"], "1 or more, got 0. See `evenkv workloads synth --help`."),
+        (["--definition", PS16, "--batch", "0"], "1 or more, got 0. See `evenkv workloads synth --help`."),
+        (["--definition", PS16, "--empty", "-1"], "0 or more, got -1"),
+        (["--definition", PS16, "--seed", "-1"], "0 or more, got -1"),
+        (["--definition", PS16, "--prompt-median", "nan"], "a positive number of tokens, got nan"),
+        (["--definition", PS16, "--output-sigma", "-1"], "0 to 5, got -1"),
+        (["--definition", PS16, "--arrival-rate", "0"], "above 0, got 0"),
+        (["--definition", PS16, "--prefix", "0"], "lengths above 0"),
+        (["--definition", PS16, "--prefix-probability", "2"], "0 to 1, got 2"),
+        (["--definition", PS16, "--num-pages", "0"], "1 or more, got 0"),
+        (["--definition", PS16, "--max-context", "1"], "more than a prefix, got 1"),
     ],
 )
 def test_synth_names_bad_parameters(tmp_path, arguments, named):
-    assert named in invoke("synth", *arguments, "--out", tmp_path / "set", fails=True)
+    said = invoke("synth", *arguments, "--out", tmp_path / "set", fails=True)
+    assert said.startswith(f"{arguments[-2]}: wanted {named}")
     assert not (tmp_path / "set").exists()
+
+
+def test_synth_says_how_a_batch_that_never_fills_may_fill(tmp_path):
+    said = invoke("synth", "--definition", PS16, "--num-pages", "40", "--out", tmp_path, fails=True)
+    assert said.startswith("--batch: wanted 32 requests") and "Give more pages" in said
 
 
 # import

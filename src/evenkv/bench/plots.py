@@ -1,4 +1,4 @@
-"""Plots of one GPU's rows, PNG and SVG. matplotlib is optional: `pip install 'evenkv[bench]'`."""
+"""Plots of one GPU's rows, PNG and SVG. matplotlib is optional, of the extra `bench`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from evenkv.bench.case import Case
 from evenkv.bench.record import OURS, Row, gpu_file_name
 from evenkv.bench.summary import CaseRows, Group, implementations_of, usable
 from evenkv.errors import EvenkvError
+from evenkv.evaluate.environment import INSTALL
 from evenkv.files import write_all_atomic
 
 # Colours that people with any colour vision tell apart (Okabe and Ito), and a mark each.
@@ -80,7 +81,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise EvenkvError("Plots need matplotlib.", "Install it: `pip install 'evenkv[bench]'`.") from None
+        raise EvenkvError("Plots need matplotlib.", f"Install it: `{INSTALL}`.") from None
     matplotlib.use("Agg")
     # Text stays text and ids do not depend on the moment: SVG files that do not change without a reason.
     matplotlib.rcParams.update({"svg.hashsalt": "evenkv", "svg.fonttype": "none", "font.size": 9})

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from evenkv.cli.output import print_json, progress_bar, stdout
@@ -28,12 +29,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
             table.add_column(name, overflow="fold")
         for part in parts:
             missing = part.found is None
-            table.add_row(
+            cells = (
                 part.name,
                 part.found or "missing",
                 f"no {part.needed_for}" if missing and part.needed_for != "everything" else "",
                 part.remedy if missing else "",
             )
+            # rich would take the brackets of `.[test,bench]` for its own markup.
+            table.add_row(*map(escape, cells))
         stdout.print(table)
         if not ready:
             stdout.print("`evenkv run` cannot run here: see what is missing above.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +15,9 @@ from evenkv.errors import EvenkvError
 from evenkv.paths import Repository, find_repository
 
 if TYPE_CHECKING:
-    from evenkv.evaluate.load import Case
+    from evenkv.evaluate.gpu import GpuReport
+    from evenkv.evaluate.load import Case, Package
+    from evenkv.evaluate.table import Row
 
 # What needs torch is imported where it is used: it takes seconds, and `--help` does not need it.
 Lengths = Mapping[tuple[str, str], Sequence[int]]
@@ -61,6 +63,7 @@ def run(
     import torch
 
     if not torch.cuda.is_available():
+        _require_work_for_cpu(package, cases, solutions or [])
         _on_cpu(cases, lengths, repository, None if minutes is None else 60 * minutes, as_json)
         return
     from flashinfer_bench.bench import BenchmarkConfig
@@ -84,6 +87,28 @@ def _check_workloads(cases: Sequence[Case], repository: Repository, show: Any) -
         found = request_lengths(case.definition, case.workload, repository.root)
         lengths[case.definition.name, case.workload.uuid] = found
     return lengths
+
+
+def _require_work_for_cpu(package: Package, cases: Sequence[Case], asked: Sequence[str]) -> None:
+    """Refuse a choice of solutions of which a CPU can neither run nor compile any."""
+    from evenkv.evaluate.cpu import needs_gpu
+    from evenkv.evaluate.load import kernel_of
+
+    chosen = [solution for case in cases for solution in case.solutions]
+    if not chosen or not all(needs_gpu(solution) for solution in chosen):
+        return
+    names = asked or dict.fromkeys(map(kernel_of, chosen))
+    here: dict[str, str] = {}
+    for definition in dict.fromkeys(case.definition.name for case in cases):
+        for solution in package.solutions[definition]:
+            if not needs_gpu(solution):
+                compiled_only = solution.spec.language.value == "cuda"
+                here[kernel_of(solution)] = " (compiled, not run)" if compiled_only else ""
+    found = ", ".join(name + remark for name, remark in sorted(here.items())) or "none"
+    raise EvenkvError(
+        f"--solutions: wanted some for a machine without a CUDA GPU, got {', '.join(names)}, which need one.",
+        f"Run it on a machine with a GPU, or choose of what runs here: {found}.",
+    )
 
 
 def _on_cpu(
@@ -115,6 +140,7 @@ def _on_cpu(
             {
                 "mode": "cpu",
                 "ok": report.ok,
+                "interrupted": report.interrupted,
                 "results": [asdict(r) for r in report.results],
                 "compiled": compiled,
                 "compilations": report.compilations,
@@ -145,6 +171,13 @@ def _on_cpu(
             if not compilation.compiled:
                 line = f"{compilation.kernel} did not compile for {compilation.arch}: {compilation.log}"
                 stderr.print(line, soft_wrap=True, markup=False)
+    if report.interrupted:
+        raise EvenkvError(
+            f"Interrupted after {len(report.results)} evaluations; on a CPU nothing is filed, what was built "
+            "or compiled is kept.",
+            "The same command evaluates anew.",
+            exit_code=1,
+        )
     if report.planned and not report.results:
         raise EvenkvError(
             "Nothing was evaluated in the time given.", "Give more with --minutes.", exit_code=1
@@ -159,6 +192,23 @@ def _share_of(deadline: float | None) -> float | None:
     return None if deadline is None else now + _BUILD_SHARE * max(0.0, deadline - now)
 
 
+@dataclass
+class _GpuRun:
+    """What a run on a GPU has done so far: an interruption leaves it as it stands."""
+
+    report: GpuReport
+    missing: dict[str, str]
+    build_failures: dict[str, str] = field(default_factory=dict)
+    unbuilt: list[str] = field(default_factory=list)
+    warm_failures: dict[str, str] = field(default_factory=dict)
+    not_warmed: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.report.ok and not self.interrupted
+
+
 def _on_gpu(
     cases: Sequence[Case],
     lengths: Lengths,
@@ -171,14 +221,45 @@ def _on_gpu(
 ) -> None:
     import torch
 
-    from evenkv.evaluate import builds, warm
-    from evenkv.evaluate.environment import driver_version
-    from evenkv.evaluate.gpu import BenchmarkRunner, evaluate_on_gpu, runnable_on_gpu, split_current
-    from evenkv.evaluate.table import gpu_table, rows_from_traces
-    from evenkv.evaluate.traces import run_libraries
+    from evenkv.evaluate.gpu import GpuReport, runnable_on_gpu
+    from evenkv.evaluate.table import rows_from_traces
 
     cases, missing = runnable_on_gpu(cases)
     hardware = torch.cuda.get_device_name(0)
+    run = _GpuRun(GpuReport(), missing)
+    try:
+        _evaluate(run, cases, repository, hardware, config, deadline, resume, save)
+    except KeyboardInterrupt:
+        run.interrupted = True
+    rows = rows_from_traces(run.report.traces, lengths)
+    if as_json:
+        _print_gpu_json(run, hardware, rows)
+    else:
+        _print_gpu(run, rows)
+    if run.interrupted:
+        kept = "the workloads that were done are in traces/" if save else "with --no-save nothing is filed"
+        remedy = "Go on with the same command and --resume." if save else "The same command evaluates anew."
+        raise EvenkvError(f"Interrupted; {kept}.", remedy, exit_code=1)
+    if not run.ok:
+        raise typer.Exit(1)
+
+
+def _evaluate(
+    run: _GpuRun,
+    cases: Sequence[Case],
+    repository: Repository,
+    hardware: str,
+    config: Any,
+    deadline: float | None,
+    resume: bool,
+    save: bool,
+) -> None:
+    """Build, warm up and evaluate what is to be evaluated; `run` is filled on the way."""
+    from evenkv.evaluate import builds, warm
+    from evenkv.evaluate.environment import driver_version
+    from evenkv.evaluate.gpu import BenchmarkRunner, evaluate_on_gpu, split_current
+    from evenkv.evaluate.traces import run_libraries
+
     with progress_bar() as show:
         split = split_current(cases, repository, hardware, resume)
         pairs = {
@@ -194,7 +275,7 @@ def _on_gpu(
             show(f"built {name}", len(built) / len(pairs))
 
         show("building CUDA solutions", 0.0)
-        build_failures, unbuilt = builds.build_all(
+        run.build_failures, run.unbuilt = builds.build_all(
             list(pairs.values()), on_built, deadline=_share_of(deadline)
         )
         # What waits for a build that is left for another run is not evaluated now.
@@ -202,7 +283,7 @@ def _on_gpu(
             [
                 (case.definition, solution)
                 for case, _, waiting in split
-                if not any(other.name in unbuilt for other in waiting)
+                if not any(other.name in run.unbuilt for other in waiting)
                 for solution in waiting
             ]
         )
@@ -213,11 +294,11 @@ def _on_gpu(
             show(f"warmed up {name}", len(warmed) / len(to_warm))
 
         show("warming up what compiles at its first call", 0.0)
-        warm_failures, not_warmed = warm.warm_all(to_warm, on_warmed, deadline=_share_of(deadline))
+        run.warm_failures, run.not_warmed = warm.warm_all(to_warm, on_warmed, deadline=_share_of(deadline))
         show("starting flashinfer-bench", 0.0)
         runner = BenchmarkRunner(repository, config)
         try:
-            report = evaluate_on_gpu(
+            evaluate_on_gpu(
                 cases,
                 runner,
                 repository,
@@ -226,56 +307,56 @@ def _on_gpu(
                 resume=resume,
                 save=save,
                 deadline=deadline,
-                unbuilt=unbuilt,
+                unbuilt=run.unbuilt,
                 progress=lambda what, done, total: show(what, done / max(total, 1)),
+                report=run.report,
             )
-        except KeyboardInterrupt:
-            raise EvenkvError(
-                "Interrupted; the workloads that were done are in traces/.",
-                "Go on with the same command and --resume.",
-                exit_code=130,
-            ) from None
         finally:
             runner.close()
-    rows = rows_from_traces(report.traces, lengths)
-    if as_json:
-        print_json(
-            {
-                "mode": "gpu",
-                "ok": report.ok,
-                "gpu": hardware,
-                "rows": [asdict(row) for row in rows],
-                "evaluated": len(report.traces) - report.reused,
-                "reused": report.reused,
-                "missing": missing,
-                "build_failures": build_failures,
-                "unbuilt": unbuilt,
-                "warm_up_failures": warm_failures,
-                "not_warmed_up": not_warmed,
-                "not_evaluated": [
-                    {"definition": d, "workload": w, "why": why} for d, w, why in report.not_evaluated
-                ],
-                "workloads_left": report.left,
-            }
-        )
-    else:
-        stdout.print(gpu_table(rows))
-        for kernel, what in missing.items():
-            stdout.print(f"Missing: {kernel}: {what}.")
-        for name, error in build_failures.items():
-            stderr.print(f"{name} did not build: {error}", markup=False, soft_wrap=True)
-        for name, error in warm_failures.items():
-            stderr.print(f"{name} failed when it was warmed up: {error}", markup=False, soft_wrap=True)
-        for trace in report.traces:
-            if not trace.is_successful():
-                said = (trace.evaluation.log.strip().splitlines() or ["no log"])[-1]
-                line = f"{trace.evaluation.status.value}: {trace.solution} on {trace.workload.uuid}: {said}"
-                stderr.print(line, markup=False, soft_wrap=True)
-        for definition, workload, why in report.not_evaluated:
-            stderr.print(f"Not evaluated: {workload} of {definition}: {why}", markup=False, soft_wrap=True)
-        if unbuilt:
-            stdout.print(f"{len(unbuilt)} solutions were not built: no time left.")
-        if report.left:
-            stdout.print(f"{report.left} workloads left: the same command with --resume goes on.")
-    if not report.ok:
-        raise typer.Exit(1)
+
+
+def _print_gpu_json(run: _GpuRun, hardware: str, rows: Sequence[Row]) -> None:
+    report = run.report
+    print_json(
+        {
+            "mode": "gpu",
+            "ok": run.ok,
+            "interrupted": run.interrupted,
+            "gpu": hardware,
+            "rows": [asdict(row) for row in rows],
+            "evaluated": len(report.traces) - report.reused,
+            "reused": report.reused,
+            "missing": run.missing,
+            "build_failures": run.build_failures,
+            "unbuilt": run.unbuilt,
+            "warm_up_failures": run.warm_failures,
+            "not_warmed_up": run.not_warmed,
+            "not_evaluated": [
+                {"definition": d, "workload": w, "why": why} for d, w, why in report.not_evaluated
+            ],
+            "workloads_left": report.left,
+        }
+    )
+
+
+def _print_gpu(run: _GpuRun, rows: Sequence[Row]) -> None:
+    from evenkv.evaluate.table import gpu_table
+
+    stdout.print(gpu_table(rows))
+    for kernel, what in run.missing.items():
+        stdout.print(f"Missing: {kernel}: {what}.", markup=False, soft_wrap=True)
+    for name, error in run.build_failures.items():
+        stderr.print(f"{name} did not build: {error}", markup=False, soft_wrap=True)
+    for name, error in run.warm_failures.items():
+        stderr.print(f"{name} failed when it was warmed up: {error}", markup=False, soft_wrap=True)
+    for trace in run.report.traces:
+        if not trace.is_successful():
+            said = (trace.evaluation.log.strip().splitlines() or ["no log"])[-1]
+            line = f"{trace.evaluation.status.value}: {trace.solution} on {trace.workload.uuid}: {said}"
+            stderr.print(line, markup=False, soft_wrap=True)
+    for definition, workload, why in run.report.not_evaluated:
+        stderr.print(f"Not evaluated: {workload} of {definition}: {why}", markup=False, soft_wrap=True)
+    if run.unbuilt:
+        stdout.print(f"{len(run.unbuilt)} solutions were not built: no time left.")
+    if run.report.left:
+        stdout.print(f"{run.report.left} workloads left: the same command with --resume goes on.")

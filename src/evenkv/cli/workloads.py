@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evenkv.cli.output import print_json, progress_bar
+from evenkv.errors import EvenkvError
 from evenkv.paths import Repository, find_repository
 from evenkv.spec.family import FAMILY
 
@@ -17,6 +19,23 @@ if TYPE_CHECKING:
 
 # What needs torch is imported where it is used: it takes seconds, and `--help` does not need it.
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+# Options by the Python argument whose name a fault begins with.
+_OPTIONS = {
+    "definition": "definition",
+    "count": "count",
+    "batch": "batch",
+    "median": "median",
+    "sigma": "sigma",
+    "arrival_rate": "arrival-rate",
+    "prefixes": "prefix",
+    "prefix_probability": "prefix-probability",
+    "max_context": "max-context",
+    "empty_requests": "empty",
+    "seed": "seed",
+    "num_pages": "num-pages",
+    "every": "every",
+}
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 _Definition = Annotated[str, typer.Option(help="Definition that the workloads are for.")]
@@ -36,7 +55,8 @@ def import_(
     from evenkv.workloads.add import known_definition
     from evenkv.workloads.importing import import_workloads
 
-    specs = [known_definition(name) for name in definition] if definition else FAMILY
+    with _options_named("import"):
+        specs = [known_definition(name) for name in definition] if definition else FAMILY
     with progress_bar() as show:
         results = import_workloads(_trace_set(out), path, specs, show)
     _report(results, as_json)
@@ -76,17 +96,22 @@ def synth(
     from evenkv.workloads.fit import Lognormal
     from evenkv.workloads.simulate import Traffic
 
-    spec = known_definition(definition)
-    traffic = Traffic(
-        Lognormal(prompt_median, prompt_sigma),
-        Lognormal(output_median, output_sigma),
-        arrival_rate=arrival_rate,
-        prefixes=tuple(prefix or ()),
-        prefix_probability=prefix_probability,
-        share_prefixes=spec.page_size == 1,
-        max_context=max_context,
-    )
-    with progress_bar() as show:
+    with _options_named("synth"):
+        spec = known_definition(definition)
+    with _options_named("synth", of="prompt"):
+        prompt = Lognormal(prompt_median, prompt_sigma)
+    with _options_named("synth", of="output"):
+        output = Lognormal(output_median, output_sigma)
+    with _options_named("synth"), progress_bar() as show:
+        traffic = Traffic(
+            prompt,
+            output,
+            arrival_rate=arrival_rate,
+            prefixes=tuple(prefix or ()),
+            prefix_probability=prefix_probability,
+            share_prefixes=spec.page_size == 1,
+            max_context=max_context,
+        )
         drawn = synthesis.draw(
             spec,
             traffic,
@@ -114,8 +139,10 @@ def capture(
     """Make workloads of the per-step request lengths that a serving engine logged."""
     from evenkv.workloads.add import add_workloads, known_definition, read_log
 
-    spec = known_definition(definition)
-    _report([add_workloads(_trace_set(out), spec, read_log(log, spec, every=every, seed=seed))], as_json)
+    with _options_named("capture"):
+        spec = known_definition(definition)
+        steps = read_log(log, spec, every=every, seed=seed)
+    _report([add_workloads(_trace_set(out), spec, steps)], as_json)
 
 
 @app.command()
@@ -143,6 +170,29 @@ def regenerate(
 
 def _trace_set(out: Path | None) -> Repository:
     return find_repository() if out is None else Repository(out.resolve())
+
+
+@contextmanager
+def _options_named(command: str, of: str = "") -> Iterator[None]:
+    """Tell faults of a Python argument as faults of the option that it comes from.
+
+    Parameters
+    ----------
+    command : str
+        Whose help a fault without a remedy points at.
+    of : str
+        What the option's name begins with where the argument's does not: `median` of "prompt".
+    """
+    try:
+        yield
+    except EvenkvError as error:
+        name, _, said = error.problem.partition(": ")
+        option = _OPTIONS.get(name)
+        if option is None:
+            raise
+        option = f"--{of}-{option}" if of else f"--{option}"
+        remedy = error.remedy or f"See `evenkv workloads {command} --help`."
+        raise EvenkvError(f"{option}: {said}", remedy, error.exit_code) from error
 
 
 def _counted(show: Callable[[str, float], None], total: int) -> Callable[[str], None]:

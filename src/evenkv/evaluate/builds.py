@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -108,7 +109,7 @@ def build_all(
     count = max(1, min(processes or os.cpu_count() or 1, len(waiting)))
     running: dict[Future[tuple[str | None, float]], str] = {}
     longest = 0.0
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(count, get_context("spawn"), _leave_interrupts_to_the_parent) as pool:
         while waiting or running:
             while waiting and len(running) < count:
                 if deadline is not None and time.monotonic() + longest > deadline:
@@ -126,6 +127,11 @@ def build_all(
                     failures[name] = error
                 progress(name)
     return failures, [solution.name for _, solution in waiting]
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    """Ctrl-C reaches every process of a terminal: builds that run end whole, the parent starts no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _build_one(definition_json: str, solution_json: str) -> tuple[str | None, float]:

@@ -36,8 +36,11 @@ _COMPILERS = 2
 # builds and compilations are cached, so later runs spend nearly everything on those.
 _TRITON_UNTIL, _BUILD_UNTIL, _CPP_UNTIL, _COMPILE_UNTIL, _CPP_AGAIN_UNTIL = 0.15, 0.5, 0.63, 0.87, 0.93
 
-# Seconds that the C++ solutions get even when builds took longer than planned.
+# Seconds that the C++ solutions get even when builds took longer than planned; never more than the budget.
 _CPP_AT_LEAST_S = 5.0
+
+# In a result's place of the workload: the solution did not get as far as one.
+_NO_WORKLOAD = "-"
 
 # A job that is killed before it had this long says nothing about its solution.
 _NOTABLE_S = 10.0
@@ -73,11 +76,13 @@ class CpuReport:
     """CUDA compilations (one source for one target) that there are; `compiled` may be fewer."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     planned: bool = False
-    """Whether there was something to evaluate: then no result at all is a failure."""
+    """Whether there was something to evaluate, and time for it: then no result at all is a failure."""
+    interrupted: bool = False
+    """Whether Ctrl-C or SIGTERM ended it: what had ended by then is in the report."""
 
     @property
     def ok(self) -> bool:
-        if self.planned and not self.results:
+        if self.interrupted or (self.planned and not self.results):
             return False
         return all(r.status == "PASSED" for r in self.results) and all(c.ok for c in self.compiled)
 
@@ -115,7 +120,12 @@ def evaluate_on_cpu(
         The folder that blob paths start from.
     budget_s : float, optional
         Seconds for everything; None means FIRST_BUDGET_S when nothing is built yet, else
-        LATER_BUDGET_S.
+        LATER_BUDGET_S. With 0 nothing starts, and the report says what is left.
+
+    Returns
+    -------
+    CpuReport
+        Also when Ctrl-C or SIGTERM ends it: then `interrupted` is set.
     """
     report = CpuReport()
     _leave_out_gpu_only(cases, report)
@@ -132,34 +142,49 @@ def evaluate_on_cpu(
     start = time.monotonic()
 
     def tell(what: str) -> None:
-        note(what, min(1.0, (time.monotonic() - start) / budget_s))
+        note(what, min(1.0, (time.monotonic() - start) / budget_s) if budget_s else 1.0)
 
     def until(share: float) -> float:
         return start + share * budget_s
 
     specs = list(dict.fromkeys(case.spec for case in cases))
-    planned = bool(cpp or triton)
-    with Worker({}) as compiled, Worker({"TRITON_INTERPRET": "1"}) as interpreted:
-        stage = _Evaluations(root, until(1.0), report, tell)
-        triton = stage.run(triton, interpreted, until(_TRITON_UNTIL))
-        cpp = _build(cpp, until(_BUILD_UNTIL), report, tell)
-        cpp = stage.run(cpp, compiled, max(until(_CPP_UNTIL), time.monotonic() + _CPP_AT_LEAST_S))
-        _compile(kernels, specs, until(_COMPILE_UNTIL if planned else 1.0), report, tell)
-        cpp = stage.run(cpp, compiled, until(_CPP_AGAIN_UNTIL))
-        triton = stage.run(triton, interpreted, until(1.0))
+    planned = len(cpp) + len(triton)
+    report.planned = planned > 0 and budget_s > 0
+    try:
+        with Worker({}) as compiled, Worker({"TRITON_INTERPRET": "1"}) as interpreted:
+            stage = _Evaluations(root, until(1.0), report, tell)
+            triton = stage.run(triton, interpreted, until(_TRITON_UNTIL))
+            cpp = _build(cpp, until(_BUILD_UNTIL), report, tell)
+            at_least = time.monotonic() + min(_CPP_AT_LEAST_S, budget_s)
+            cpp = stage.run(cpp, compiled, max(until(_CPP_UNTIL), at_least))
+            _compile(kernels, specs, until(_COMPILE_UNTIL if planned else 1.0), report, tell)
+            cpp = stage.run(cpp, compiled, until(_CPP_AGAIN_UNTIL))
+            triton = stage.run(triton, interpreted, until(1.0))
+    except KeyboardInterrupt:
+        # What had ended by then is worth telling. The stages gave no list of what is left: count.
+        report.interrupted = True
+        left = planned - sum(result.workload != _NO_WORKLOAD for result in report.results)
+        if left > 0:
+            report.left_out.append((f"{left} evaluations", "interrupted"))
+        compiles = any(kernel.manifest.language == "cuda" for kernel in kernels)
+        if compiles and (not report.compilations or len(report.compiled) < report.compilations):
+            report.left_out.append(("CUDA compilations that had not ended", "interrupted"))
+        return report
     for jobs in (cpp, triton):
         if jobs:
             kernels_left = ", ".join(dict.fromkeys(kernel_of(job.solution) for job in jobs))
             report.left_out.append((f"{len(jobs)} evaluations of {kernels_left}", "no time left"))
-    report.planned = planned
     return report
 
 
+def needs_gpu(solution: Solution) -> bool:
+    """Whether a CPU can do nothing with it: neither run or interpret it nor compile it."""
+    return solution.spec.language.value == "python"
+
+
 def _leave_out_gpu_only(cases: Sequence[Case], report: CpuReport) -> None:
-    needs_gpu = {
-        kernel_of(s): None for case in cases for s in case.solutions if s.spec.language.value == "python"
-    }
-    for kernel in needs_gpu:
+    kernels = dict.fromkeys(kernel_of(s) for case in cases for s in case.solutions if needs_gpu(s))
+    for kernel in kernels:
         report.left_out.append((kernel, "needs a CUDA GPU"))
 
 
@@ -205,7 +230,7 @@ def _build(jobs: Sequence[Job], deadline: float, report: CpuReport, tell: Callab
     )
     for name, error in failures.items():
         definition = pairs[name][0].name
-        report.results.append(CpuResult(definition, "-", name, "COMPILE_ERROR", (error,)))
+        report.results.append(CpuResult(definition, _NO_WORKLOAD, name, "COMPILE_ERROR", (error,)))
     if unbuilt:
         report.left_out.append(
             (f"{len(unbuilt)} C++ solutions", "no time to build them; each run builds some more")
@@ -290,22 +315,32 @@ def _compile(
         results = compile_check([by_name[unit.kernel]], [parse_name(unit.specs[0])], [arch], jobs=1)
         return replace(next(r for r in results if r.source == unit.source), specs=unit.specs)
 
-    started: list[Future[CompileResult]] = []
+    # Each with its result once it has ended, in the order of their starts.
+    started: dict[Future[CompileResult], CompileResult | None] = {}
     running: set[Future[CompileResult]] = set()
     longest = 0.0
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        while True:
-            while waiting and len(running) < _COMPILERS and time.monotonic() + longest < deadline:
-                unit, arch = waiting.pop(0)
-                tell(f"compiling {unit.kernel} for {arch}")
-                started.append(pool.submit(one, unit, arch))
-                running.add(started[-1])
-            if not running:
-                break
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for result in (future.result() for future in done):
-                longest = max(longest, 0.0 if result.cached else result.seconds)
-    report.compiled += [future.result() for future in started]
+        try:
+            while True:
+                while waiting and len(running) < _COMPILERS and time.monotonic() + longest < deadline:
+                    unit, arch = waiting.pop(0)
+                    tell(f"compiling {unit.kernel} for {arch}")
+                    future = pool.submit(one, unit, arch)
+                    started[future] = None
+                    running.add(future)
+                if not running:
+                    break
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    result = started[future] = future.result()
+                    longest = max(longest, 0.0 if result.cached else result.seconds)
+        except KeyboardInterrupt:
+            tell("interrupted: the compilers that run end first")
+            raise
+        finally:
+            # Those alone that ended before an interruption: Ctrl-C in a terminal kills compilers, too, and
+            # what was killed has not failed.
+            report.compiled += [result for result in started.values() if result is not None]
     if waiting:
         what = f"{len(waiting)} of {report.compilations} CUDA compilations"
         report.left_out.append((what, "no time left; the next run goes on with them"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import platform
@@ -26,33 +27,23 @@ class Part:
     remedy: str = ""
 
 
+# What docs/reproduce.md installs with, in the checkout's folder: the versions of constraints.txt, which does
+# not have the FlashAttention-3 peer because only Hopper runs it.
+INSTALL = "pip install -c constraints.txt -e '.[test,bench]'"
+INSTALL_FA3 = "pip install tokenspeed-fa3==3.0.0.post20260810"
+_INSTALL_RAY = "pip install -c constraints.txt -e '.[ray]'"
+
 # (name shown, distribution, module, what for, remedy)
 _PACKAGES = (
-    ("torch", "torch", "torch", "everything", "pip install torch"),
-    ("triton", "triton", "triton", "Triton solutions", "pip install triton (Linux only)"),
-    (
-        "flashinfer",
-        "flashinfer-python",
-        "flashinfer",
-        "FlashInfer baselines",
-        "pip install flashinfer-python",
-    ),
-    (
-        "flashinfer-bench",
-        "flashinfer-bench",
-        "flashinfer_bench",
-        "everything",
-        "pip install flashinfer-bench",
-    ),
-    ("tvm-ffi", "apache-tvm-ffi", "tvm_ffi", "C++ and CUDA solutions", "pip install apache-tvm-ffi"),
-    (
-        "fa3",
-        "tokenspeed-fa3",
-        "flash_attn_interface",
-        "FlashAttention-3 baseline",
-        "pip install tokenspeed-fa3",
-    ),
-    ("cupti-python", "cupti-python", "cupti", "CUPTI timing", "pip install cupti-python"),
+    ("torch", "torch", "torch", "everything", INSTALL),
+    ("triton", "triton", "triton", "Triton solutions", f"{INSTALL} (Linux only)"),
+    ("flashinfer", "flashinfer-python", "flashinfer", "FlashInfer baselines", INSTALL),
+    ("flashinfer-bench", "flashinfer-bench", "flashinfer_bench", "everything", INSTALL),
+    ("tvm-ffi", "apache-tvm-ffi", "tvm_ffi", "C++ and CUDA solutions", INSTALL),
+    ("fa3", "tokenspeed-fa3", "flash_attn_interface", "FlashAttention-3 baseline", INSTALL_FA3),
+    ("cupti-python", "cupti-python", "cupti", "CUPTI timing in `evenkv bench`", f"{INSTALL} (Linux only)"),
+    ("matplotlib", "matplotlib", "matplotlib", "plots of `evenkv bench --report`", INSTALL),
+    ("ray", "ray", "ray", "`evenkv bench --ray` (optional)", _INSTALL_RAY),
 )
 REQUIRED = ("python", "torch", "flashinfer-bench")
 
@@ -65,6 +56,7 @@ def inspect_machine() -> list[Part]:
         Part("python", platform.python_version(), "everything"),
         Part("GPU", ", ".join(gpus) or None, "traces and speeds", "run on a machine with an NVIDIA GPU"),
         Part("driver", driver, "traces and speeds", "install NVIDIA's driver"),
+        Part("NVML", _nvml(), "clocks in rows of `evenkv bench`", "install NVIDIA's driver"),
         Part("CUDA of torch", _torch_cuda(), "traces and speeds", "install a CUDA build of torch"),
         Part(
             "nvcc",
@@ -73,7 +65,7 @@ def inspect_machine() -> list[Part]:
             "install the CUDA toolkit, set CUDA_HOME",
         ),
         Part("g++", _compiler(toolchain.find_cxx), "C++ and CUDA solutions", "install g++, or set CXX"),
-        Part("ninja", _ninja(), "C++ and CUDA solutions", "pip install ninja"),
+        Part("ninja", _ninja(), "C++ and CUDA solutions", INSTALL),
     ]
     for name, distribution, module, purpose, remedy in _PACKAGES:
         parts.append(Part(name, _package(distribution, module), purpose, remedy))
@@ -103,6 +95,15 @@ def _nvidia_smi(field: str) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def _nvml() -> str | None:
+    # The driver's own library: `evenkv bench` reads clocks from it without nvidia-ml-py.
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return "found"
 
 
 def _torch_cuda() -> str | None:

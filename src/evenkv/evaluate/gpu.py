@@ -13,6 +13,7 @@ from typing import Protocol
 from flashinfer_bench.bench import Benchmark, BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
 
+from evenkv.evaluate.environment import INSTALL, INSTALL_FA3
 from evenkv.evaluate.load import Case, kernel_of, trace_set_of
 from evenkv.evaluate.traces import (
     Key,
@@ -27,9 +28,9 @@ from evenkv.paths import Repository
 
 # What each peer's solution imports, and how to get it. A peer that is not there is missing, not failed.
 _PEER_MODULES = {
-    "fa3": ("flash_attn_interface", "pip install tokenspeed-fa3"),
-    "flashinfer_tc": ("flashinfer", "pip install flashinfer-python"),
-    "flashinfer_cc": ("flashinfer", "pip install flashinfer-python"),
+    "fa3": ("flash_attn_interface", INSTALL_FA3),
+    "flashinfer_tc": ("flashinfer", INSTALL),
+    "flashinfer_cc": ("flashinfer", INSTALL),
 }
 
 Progress = Callable[[str, int, int], None]
@@ -146,6 +147,7 @@ def evaluate_on_gpu(
     deadline: float | None = None,
     unbuilt: Collection[str] = (),
     progress: Progress = lambda what, done, total: None,
+    report: GpuReport | None = None,
 ) -> GpuReport:
     """Evaluate every case and file its traces before the next one starts.
 
@@ -163,8 +165,10 @@ def evaluate_on_gpu(
         `time.monotonic()` after which no further workload starts.
     unbuilt : collection of str
         Solutions that there was no time to build: workloads that need one are left, as after the deadline.
+    report : GpuReport, optional
+        Filled and returned: whoever gave it has what was done when the run is interrupted.
     """
-    report = GpuReport()
+    report = GpuReport() if report is None else report
     for number, (case, current, waiting) in enumerate(split_current(cases, repository, hardware, resume)):
         progress(f"{case.definition.name} {case.workload.uuid[:13]}", number, len(cases))
         report.traces += current

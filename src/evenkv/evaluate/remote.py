@@ -30,7 +30,7 @@ class Worker:
         self._errors: IO[str] | None = None
 
     def ask(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one job, wait for its result.
+        """Send one job, wait for its result, at most `timeout_s` seconds (infinite: as long as it takes).
 
         Raises
         ------
@@ -41,7 +41,7 @@ class Worker:
         try:
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
-            answer = self._answers.get(timeout=max(timeout_s, 0.0))
+            answer = self._answers.get(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
         except Empty:
             self.close()
             raise WorkerTimeoutError from None

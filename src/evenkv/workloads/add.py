@@ -57,8 +57,11 @@ def known_definition(name: str) -> DecodeSpec:
     EvenkvError
         When the name is not one of them.
     """
-    spec = parse_name(name)
-    if spec not in FAMILY:
+    try:
+        spec = parse_name(name)
+    except EvenkvError:
+        spec = None
+    if spec is None or spec not in FAMILY:
         raise EvenkvError(
             f"definition: wanted one that the package ships, got {name!r}.",
             "List them with `ls definitions/gqa_paged`.",
@@ -101,6 +104,7 @@ def read_log(path: Path, spec: DecodeSpec, *, every: int = 1, seed: int = 0) -> 
     Parameters
     ----------
     path : Path
+        Called `log` in errors, as the command calls it.
         JSONL, one line a decode step: `lengths` (tokens of each request in the batch, the new token
         included), and optionally `step`, `num_pages`, `sm_scale`. Other fields are ignored.
     every : int
@@ -116,24 +120,34 @@ def read_log(path: Path, spec: DecodeSpec, *, every: int = 1, seed: int = 0) -> 
     Raises
     ------
     EvenkvError
-        Naming the line and the field, what was wanted and what came.
+        Naming the file, or the line and the field, what was wanted and what came.
     """
-    if every < 1:
-        raise EvenkvError(f"every: wanted 1 or more, got {every}.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise EvenkvError(
-            f"{path}: cannot be read as UTF-8 text: {error}.", "Give the engine's log."
-        ) from error
+    for argument, value, least in (("every", every, 1), ("seed", seed, 0)):
+        if value < least:
+            raise EvenkvError(f"{argument}: wanted {least} or more, got {value}.")
+    text = _log_text(path)
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise EvenkvError(
-            f"{path}: wanted one JSON object a line, got an empty file.", "Log some steps first."
+            f"log: wanted one JSON object a line, got the empty file {path}.", "Log some steps first."
         )
     # Every line is checked, taken or not: a broken log should not pass because its fault was skipped.
     steps = [_logged_step(line, f"{path}:{number}", spec, seed) for number, line in lines]
     return steps[::every]
+
+
+def _log_text(path: Path) -> str:
+    remedy = "Give the engine's log: JSONL, one decode step a line."
+    if path.is_dir():
+        raise EvenkvError(f"log: wanted a file, got the folder {path}.", remedy)
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise EvenkvError(f"log: wanted a file, got {path}: no such file.", remedy) from error
+    except OSError as error:
+        raise EvenkvError(f"log: {path} cannot be read: {error.strerror}.", remedy) from error
+    except UnicodeDecodeError as error:
+        raise EvenkvError(f"log: wanted UTF-8 text, got {path}: {error}.", remedy) from error
 
 
 def _logged_step(line: str, where: str, spec: DecodeSpec, seed: int) -> NewWorkload:

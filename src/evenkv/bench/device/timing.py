@@ -19,6 +19,7 @@ import torch
 from evenkv.bench.device.spans import Record, StrayWork, spans
 from evenkv.bench.effort import CAPTURE_WARM_UP_CALLS, HOST_WARM_UP_CALLS
 from evenkv.errors import EvenkvError
+from evenkv.evaluate.environment import INSTALL
 
 Call = Callable[[], None]
 
@@ -143,7 +144,7 @@ def _buffer_requested() -> tuple[int, int]:
 
 def _import_cupti() -> Any:
     # It imports pyelftools: a bundle that was packed without dependencies lacks it.
-    needs = "`pip install cupti-python pyelftools` (cupti-python 13 or later)"
+    needs = f"`{INSTALL}` (cupti-python 13 or later)"
     remedy = f"{needs}, or set EVENKV_BENCH_TIMER=events, which is another timer."
     try:
         version = importlib.metadata.version("cupti-python")

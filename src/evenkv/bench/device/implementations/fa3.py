@@ -19,6 +19,7 @@ from evenkv.bench.case import Case
 from evenkv.bench.device.implementations.base import Implementation, Prepared, Returned, per_head
 from evenkv.bench.device.inputs import Tensors
 from evenkv.bench.device.worker import describe
+from evenkv.evaluate.environment import INSTALL_FA3
 
 _LOG2_E = math.log2(math.e)
 _E4M3_MAX = 448.0
@@ -31,7 +32,7 @@ class FlashAttention3(Implementation):
         try:
             import flash_attn_interface  # noqa: F401
         except Exception as error:  # a package that is there may still fail to load
-            return f"FlashAttention-3 does not import ({describe(error)}): `pip install tokenspeed-fa3`"
+            return f"FlashAttention-3 does not import ({describe(error)}): `{INSTALL_FA3}`"
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
             return "FlashAttention-3 runs on Hopper (sm_90) alone"
         return None

@@ -31,6 +31,7 @@ from evenkv.bench.device.implementations.base import (
 )
 from evenkv.bench.device.inputs import Tensors
 from evenkv.bench.device.worker import describe
+from evenkv.evaluate.environment import INSTALL
 from evenkv.pack.manifest import Kernel, find_kernel
 from evenkv.paths import Repository
 
@@ -47,7 +48,7 @@ class _FlashInfer(Implementation):
         try:
             import flashinfer  # noqa: F401
         except Exception as error:  # a package that is there may still fail to load
-            return f"flashinfer-python does not import ({describe(error)}): `pip install flashinfer-python`"
+            return f"flashinfer-python does not import ({describe(error)}): `{INSTALL}`"
         return None
 
     def version(self) -> str | None:
