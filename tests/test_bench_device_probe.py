@@ -16,7 +16,7 @@ from bench_device_fakes import (
     SimulatedKeeper,
     share_in_process,
 )
-from test_bench_device_cuda import FakeClocks
+from bench_device_world import FakeClocks
 
 from evenkv.bench.device import builds, probe, probe_parts
 from evenkv.bench.device.subject import Subject
