@@ -6,6 +6,7 @@ IPC.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -126,7 +127,12 @@ def fill_queries(q: torch.Tensor, draw: int) -> None:
 
     Each call that is timed gets a draw of its own, so that none can answer with what it computed before.
     """
-    q.normal_(generator=torch.Generator(q.device).manual_seed(draw))
+    q.normal_(generator=_generator(q.device).manual_seed(draw))
+
+
+@functools.cache
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device)  # made once: this stands between every two timed calls
 
 
 def build_tensors(
