@@ -11,6 +11,8 @@ import torch
 from bench_device_fakes import BF16, FP8, Kernel, SimulatedGpu, SimulatedKeeper
 from bench_device_world import World
 
+from evenkv.bench.case import Case
+from evenkv.bench.device.cuda_device import CudaDevice
 from evenkv.bench.device.inputs import pool_bytes
 from evenkv.bench.device.subject import Subject
 
@@ -110,3 +112,24 @@ def test_memory_taken_behind_torchs_back_counts(monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         made.prepare(BF16, 1)
     assert made.release() == 4 << 30
+
+
+@pytest.mark.gpu(alone=True)
+def test_gpu_memory_is_free_again_after_a_family() -> None:
+    case = Case(16, 131_072, None, 32, 8, 128, 16)  # 8 GiB
+    device = CudaDevice(deadline_s=120.0)
+    try:
+        device.implementations()
+        before = device._keeper.call("free_bytes")
+        device.build([case], implementations=(OURS,))
+        device.begin_family([case])
+        assert device._keeper.call("free_bytes") < before - case.kv_bytes()
+        outcome = device.measure(case, (OURS,), 100, False)[OURS]
+        assert outcome.status == "ok", outcome.reason
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a restart of all processes would be told
+            device.end_family()
+        assert device._keeper.generation == 1
+        assert device._keeper.call("free_bytes") > before - case.kv_bytes() // 2
+    finally:
+        device.close()
