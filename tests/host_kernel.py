@@ -295,7 +295,7 @@ def build_host_kernel(spec: DecodeSpec, folder: Path, sources: Path = KERNEL) ->
     for source in HOST_GPU.iterdir():
         (folder / source.name).write_text(source.read_text())
     # Fibers jump between stacks, which a fortified longjmp takes for an attack.
-    flags = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+    flags = ["-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
     command = [find_cxx(), *flags, f"-I{HOST_RUNTIME}", folder / "launch.cpp", "-o", folder / "kernel.so"]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(folder / "kernel.so"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from bench_fixtures import case
 
+from evenkv.bench import grid, plan
 from evenkv.bench.case import Case, lognormal
 from evenkv.errors import EvenkvError
 
@@ -65,11 +66,44 @@ def test_names():
         ({"kv_dtype": "float16"}, "kv_dtype"),
         ({"layout": "XYZ"}, "layout"),
         ({"colour": "red"}, "colour"),
+        ({"batch": 2**31}, "batch: wanted a whole number that fits int32"),
+        ({"head_dim": 10**400}, "head_dim"),
+        (
+            {"batch": 1_000_001, "context": None, "lengths": "lognormal(8,1,0)"},
+            "1000000 or fewer drawn lengths",
+        ),
+        ({"batch": 3, "context": None, "lengths": [1]}, "wanted 3 numbers for batch=3, got 1 number\\."),
     ],
 )
 def test_faulty_cases_are_named(change, named):
     with pytest.raises(EvenkvError, match=named):
         Case.from_json({**case().to_json(), **change})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [case(3, 17), case(3, None, (5, 0, 33)), case(3, None, "lognormal(64,1,0)")],
+)
+def test_sums_are_those_of_the_lengths(given):
+    lengths = given.request_lengths()
+    assert given.total_tokens() == sum(lengths) and given.longest() == max(lengths)
+    assert given.num_pages() == sum(-(-n // 16) for n in lengths)
+    assert given.kv_bytes() == 2 * 2 * 8 * 128 * sum(lengths)
+
+
+def test_a_uniform_batch_makes_no_list_of_its_lengths(monkeypatch):
+    monkeypatch.setattr(Case, "request_lengths", lambda self: pytest.fail("made a list"))
+    huge = case(2**31 - 1, 2**31 - 1)
+    assert huge.longest() == 2**31 - 1 and huge.total_tokens() == (2**31 - 1) ** 2
+    assert grid.is_skipped(huge) and huge.num_pages() > 2**57
+    assert plan.slowness("flashinfer-tc", huge) > 1
+
+
+def test_that_neither_context_nor_lengths_is_given_is_named():
+    for left_out in ({}, {"context": None}, {"lengths": None}, {"context": None, "lengths": None}):
+        with pytest.raises(EvenkvError, match="missing: head_dim, one of context and lengths"):
+            values = {name: v for name, v in case().to_json().items() if name not in ("context", "lengths")}
+            Case.from_json({**{name: v for name, v in values.items() if name != "head_dim"}, **left_out})
 
 
 def test_missing_fields_are_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 
 import pytest
 from bench_fixtures import case, row
@@ -84,6 +85,12 @@ def test_select():
         grid.select(PROTOCOL, "b7 ")
 
 
+def test_a_pattern_matches_a_name_from_end_to_end():
+    assert grid.select([case(1, 1024)], "b1 L1024") and grid.select([case(1, 1024)], "B1*BF16")
+    with pytest.raises(EvenkvError, match="matches none of 1 case;.* begin and end it with"):
+        grid.select([case(1, 1024)], "L1024*")
+
+
 def test_load_cases(tmp_path):
     wanted = [case(), case(2, None, (3, 4))]
     as_list, as_lines = tmp_path / "list.json", tmp_path / "lines.jsonl"
@@ -108,6 +115,24 @@ def test_faulty_case_files_are_named(tmp_path, text, named):
         grid.load_cases(path)
     with pytest.raises(EvenkvError, match="no such file"):
         grid.load_cases(tmp_path / "gone.json")
+
+
+def test_what_is_no_file_of_text_is_named_with_its_option(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\x80\x81")
+    (tmp_path / "pointer").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    os.mkfifo(tmp_path / "pipe")
+    faults = [
+        ("binary", "wanted UTF-8 text, got other bytes"),
+        ("pointer", "is a Git LFS pointer"),
+        ("deep", "not JSON"),
+        ("pipe", "got a pipe"),
+        ("", "got a directory"),
+    ]
+    for name, said in faults:
+        with pytest.raises(EvenkvError, match=said) as caught:
+            grid.load_cases(tmp_path / name)
+        assert caught.value.problem.startswith("--cases") and str(tmp_path) in caught.value.problem
 
 
 def test_order_keeps_families_together():

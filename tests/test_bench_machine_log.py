@@ -10,6 +10,7 @@ from bench_fixtures import SOURCE, case
 
 from evenkv.bench import machine_log
 from evenkv.bench.machine_log import CaseEntry, RunEntry, describe, launch_floor_us, load_log, log_path
+from evenkv.bench.record import TornLineWarning
 from evenkv.bench.run import run_bench
 from evenkv.bench.standin import StandIn
 from evenkv.errors import EvenkvError
@@ -38,9 +39,7 @@ class Warm(StandIn):
 
 
 def run(path: Path, device: StandIn) -> None:
-    run_bench(
-        device, [FIRST, SECOND], tuple(device.implementations()), path, provenance=SOURCE, resume=True
-    )
+    run_bench(device, [FIRST, SECOND], tuple(device.implementations()), path, provenance=SOURCE, resume=True)
 
 
 def test_a_run_appends_what_it_saw(tmp_path: Path) -> None:
@@ -81,7 +80,8 @@ def test_cut_lines_are_left_out_and_others_are_named(tmp_path: Path) -> None:
     whole = log.read_text()
     log.write_text(whole + '{"kind":"case","wh')
     assert len(load_log(path)) == 3
-    machine_log.log_run(path, "standin", 4000.0, None)
+    with pytest.warns(TornLineWarning, match="removed"):
+        machine_log.log_run(path, "standin", 4000.0, None)
     assert len(load_log(path)) == 4, "the cut line is gone"
     log.write_text(whole + '{"kind":"case"}\n')
     with pytest.raises(EvenkvError, match=r"x\.machine\.log, line 4"):

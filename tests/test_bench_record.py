@@ -127,6 +127,12 @@ def test_another_schema_is_named_by_line(tmp_path, line, named):
         load_rows(path)
 
 
+def test_what_cannot_be_read_or_written_is_an_error_of_ours(tmp_path):
+    for act in (load_rows, lambda path: append_rows(path, [row(case(), "fa3", 140.0)])):
+        with pytest.raises(EvenkvError, match="Is a directory"):
+            act(tmp_path)
+
+
 def test_the_last_row_counts():
     old, new, other = row(case(), "fa3", 150.0), row(case(), "fa3", 140.0), row(case(), "evenkv-cuda", 130.0)
     assert latest([old, other, new]) == [new, other]

@@ -18,6 +18,8 @@ from evenkv.spec.family import DecodeSpec
 KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 LAYOUTS = ("NHD", "HND")
 _INT32_MAX = 2**31 - 1
+# Drawing more would take minutes and gigabytes before anyone asks whether the case fits a GPU.
+_MAX_DRAWN = 1_000_000
 _LOGNORMAL = re.compile(r"lognormal\(\s*([\d.]+)\s*,\s*([\d.]+)\s*,\s*(\d+)\s*\)")
 _FIELDS_REMEDY = "Write cases as rows of results/roofline have them (field `case`)."
 
@@ -40,7 +42,7 @@ class Case:
     Attributes
     ----------
     batch : int
-        Requests.
+        Requests; 1,000,000 or fewer where their lengths are drawn.
     context : int or None
         Tokens of every request; None when `lengths` says them.
     lengths : None, str or tuple of int
@@ -67,8 +69,8 @@ class Case:
 
     def __post_init__(self) -> None:
         for name in ("batch", "num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
-            if not _is_int(value := getattr(self, name)) or value < 1:
-                raise _fault(name, "a whole number, 1 or more", value)
+            if not _is_int(value := getattr(self, name)) or not 1 <= value <= _INT32_MAX:
+                raise _fault(name, "a whole number that fits int32, 1 or more", value)
         if self.kv_dtype not in KV_DTYPES:
             raise _fault("kv_dtype", f"one of {', '.join(KV_DTYPES)}", self.kv_dtype)
         if self.layout not in LAYOUTS:
@@ -81,11 +83,16 @@ class Case:
             raise _fault("context", "tokens that fit int32, 1 or more", self.context)
         if isinstance(self.lengths, str):
             _parse_lognormal(self.lengths)
+            if self.batch > _MAX_DRAWN:
+                raise _fault("batch", f"{_MAX_DRAWN} or fewer drawn lengths", self.batch)
         elif self.lengths is not None:
             if not all(_is_int(n) and 0 <= n <= _INT32_MAX for n in self.lengths):
                 raise _fault("lengths", "whole numbers that fit int32, 0 or more", self.lengths)
             if len(self.lengths) != self.batch:
-                raise _fault("lengths", f"batch={self.batch} numbers", f"{len(self.lengths)} numbers")
+                wanted, got = _numbers(self.batch), _numbers(len(self.lengths))
+                raise EvenkvError(
+                    f"case: lengths: wanted {wanted} for batch={self.batch}, got {got}.", _FIELDS_REMEDY
+                )
 
     def request_lengths(self) -> list[int]:
         """Tokens of each request, in the batch's order; drawn ones are the same on every machine."""
@@ -96,15 +103,26 @@ class Case:
         assert self.lengths is not None
         return list(self.lengths)
 
+    def total_tokens(self) -> int:
+        """Tokens of all requests; a uniform batch, however large, makes no list for it."""
+        return self.batch * self.context if self.context is not None else sum(self.request_lengths())
+
+    def longest(self) -> int:
+        """Tokens of the longest request; as cheap."""
+        return self.context if self.context is not None else max(self.request_lengths())
+
     def spec(self) -> DecodeSpec:
         return DecodeSpec(self.num_qo_heads, self.num_kv_heads, self.head_dim, self.page_size, self.kv_dtype)
 
     def kv_bytes(self) -> int:
         """Bytes of K and V of all tokens, each read once."""
-        return kv_bytes(self.spec(), self.request_lengths())
+        # Of their sum, which is the same number: bytes of K and V are so many a token.
+        return kv_bytes(self.spec(), [self.total_tokens()])
 
     def num_pages(self) -> int:
         """Pages that the requests occupy."""
+        if self.context is not None:
+            return self.batch * pages_of(self.context, self.page_size)
         return sum(pages_of(n, self.page_size) for n in self.request_lengths())
 
     @property
@@ -161,8 +179,11 @@ class Case:
             raise EvenkvError(f"case: wanted an object, got {values!r}.", _FIELDS_REMEDY)
         if unknown := sorted(set(values) - known):
             raise EvenkvError(f"case: unknown fields {unknown}, wanted {sorted(known)}.", _FIELDS_REMEDY)
-        if missing := sorted(known - optional - set(values)):
-            raise EvenkvError(f"case: fields {missing} are missing.", _FIELDS_REMEDY)
+        missing = [name for name in sorted(known - optional) if name not in values]
+        if values.get("context") is None and values.get("lengths") is None:
+            missing.append("one of context and lengths")
+        if missing:
+            raise EvenkvError(f"case: missing: {', '.join(missing)}.", _FIELDS_REMEDY)
         lengths = values.get("lengths")
         if lengths is not None and not isinstance(lengths, (str, list, tuple)):
             raise _fault("lengths", 'null, "lognormal(mean,sigma,seed)" or a list', lengths)
@@ -193,6 +214,10 @@ def _parse_lognormal(lengths: str) -> tuple[float, float, int]:
     if mean < 1 or sigma > 4:
         raise _fault("lengths", "a mean of 1 or more and a sigma of 4 or less", lengths)
     return mean, sigma, seed
+
+
+def _numbers(count: int) -> str:
+    return f"{count} number" if count == 1 else f"{count} numbers"
 
 
 def _is_int(value: object) -> bool:

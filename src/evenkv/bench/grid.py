@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evenkv.bench.case import Case, lognormal
 from evenkv.errors import EvenkvError
-from evenkv.evaluate.load import read_text
+from evenkv.evaluate.load import refuse_lfs_pointer
 from evenkv.spec.family import parse_name
 from evenkv.workloads.plan import captured_steps
 
@@ -144,7 +144,7 @@ PRESETS: Mapping[str, Callable[[], list[Case]]] = {
 
 def uniform_partner(case: Case) -> Case:
     """The uniform batch of the same geometry, requests and (to half a token a request) bytes."""
-    context = max(1, round(sum(case.request_lengths()) / case.batch))
+    context = max(1, round(case.total_tokens() / case.batch))
     return Case(case.batch, context, None, **_geometry_of(case))
 
 
@@ -156,12 +156,10 @@ def load_cases(path: Path) -> list[Case]:
     EvenkvError
         When the file is missing or no such list; it names the entry.
     """
-    if not path.is_file():
-        raise EvenkvError(f"--cases {path}: no such file.", "Give a JSON file of cases.")
-    text = read_text(path)
+    text = _cases_text(path)
     try:
         entries = json.loads(text) if text.lstrip().startswith("[") else _json_lines(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EvenkvError(f"--cases {path}: not JSON: {error}.", "Give a JSON list or JSON lines.") from None
     cases = []
     for number, entry in enumerate(entries, 1):
@@ -176,8 +174,27 @@ def load_cases(path: Path) -> list[Case]:
     return _unique(cases)
 
 
+def _cases_text(path: Path) -> str:
+    remedy = "Give a file of cases: a JSON list, or JSON lines."
+    if path.is_dir():
+        raise EvenkvError(f"--cases {path}: wanted a file, got a directory.", remedy)
+    if not path.exists():
+        raise EvenkvError(f"--cases {path}: no such file.", remedy)
+    if not path.is_file():
+        raise EvenkvError(f"--cases {path}: wanted a plain file, got a pipe or a device.", remedy)
+    try:
+        refuse_lfs_pointer(path)
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise EvenkvError(f"--cases {path}: wanted UTF-8 text, got other bytes: {error}.", remedy) from None
+    except OSError as error:
+        raise EvenkvError(f"--cases {path}: cannot be read: {error.strerror}.", remedy) from None
+    except EvenkvError as error:
+        raise EvenkvError(f"--cases: {error.problem}", error.remedy) from None
+
+
 def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
-    """Cases whose name contains the pattern, or matches it where it has `*` or `?`.
+    """Cases whose name contains the pattern or, where it has `*` or `?`, matches it from end to end.
 
     Raises
     ------
@@ -194,9 +211,12 @@ def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
         if (fnmatch.fnmatchcase(case.name.lower(), wanted) if glob else wanted in case.name.lower())
     ]
     if not chosen:
+        remedy = "See the names with --list."
+        if glob:
+            remedy += " With * or ? a pattern has to match a name from end to end: begin and end it with *."
+        count = f"{len(cases)} case" if len(cases) == 1 else f"{len(cases)} cases"
         raise EvenkvError(
-            f"--only {pattern!r} matches none of {len(cases)} cases; they are named like {cases[0].name!r}.",
-            "See the names with --list.",
+            f"--only {pattern!r} matches none of {count}; they are named like {cases[0].name!r}.", remedy
         )
     return chosen
 

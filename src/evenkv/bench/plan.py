@@ -70,8 +70,7 @@ def slowness(impl: str, case: Case) -> float:
     skew = 1.0
     if impl in ("flashinfer-tc", "flashinfer-xqa"):
         # A long request among short ones is cut into too few pieces.
-        lengths = case.request_lengths()
-        skew += 0.1 * (max(lengths) * len(lengths) / max(sum(lengths), 1) - 1.0)
+        skew += 0.1 * (case.longest() * case.batch / max(case.total_tokens(), 1) - 1.0)
     plain = {"flashinfer-tc": (1.05, 1.6), "flashinfer-xqa": (1.15, 1.1), "fa3": (1.2, 1.75)}
     plain |= {"evenkv-cuda": (1.0, 1.05), "evenkv-triton": (1.33, 1.4)}
     return plain.get(impl, (1.5, 1.5))[fp8] * skew

@@ -7,24 +7,37 @@ path or installed: a task refuses when its kernel sources differ from the caller
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from evenkv.bench import plan
 from evenkv.bench.case import Case
 from evenkv.bench.judge import Provenance
 from evenkv.bench.record import Row, append_rows
 from evenkv.bench.run import DeviceLost, run_bench
+from evenkv.bench.shards import visible_gpus
 from evenkv.errors import EvenkvError
 
 # Long enough that self-test and allocation are small beside it, short enough that a lost node costs little.
 GROUP_S = 60.0
 ATTEMPTS = 3
+# Groups that a node may lose one after the other before it gets no more.
+MOST_LOST = 3
 _WAIT_S = 0.5
+# How long a cluster may be without a node that measures before the run ends.
+_NOBODY_S = 120.0
+# A host that does not answer, and a port that is not Ray's: ray.init alone would try for minutes.
+_PORT_S = 5.0
+_HELLO_S = 45.0
+_HELLO = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False, logging_level='error')"
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,40 @@ class PoolReport:
 class _Group:
     cases: list[Case]
     attempts: int = 0
+    avoid: set[str] = field(default_factory=set)  # nodes where it was lost
+
+
+class Nodes:
+    """Which node takes the next group: one with a free slot, not one that lost the group before.
+
+    A node that lost `MOST_LOST` groups one after the other (its GPU is broken, or its clone is old) gets
+    none while others live.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._busy: dict[str, int] = {}
+        self._lost: dict[str, int] = {}
+
+    def update(self, slots: dict[str, int]) -> None:
+        """Slots of the nodes that live now, by node id."""
+        self._slots = {node: count for node, count in slots.items() if count >= 1}
+
+    def choose(self, avoid: set[str]) -> str | None:
+        """The freest of the best nodes, which has a slot less then; None while these are all at work."""
+        sound = {node for node in self._slots if self._lost.get(node, 0) < MOST_LOST}
+        best = (sound - avoid) or (set(self._slots) - avoid) or set(self._slots)
+        free = {node: self._slots[node] - self._busy.get(node, 0) for node in sorted(best)}
+        node = max(free, key=lambda name: free[name], default=None)
+        if node is None or free[node] < 1:
+            return None
+        self._busy[node] = self._busy.get(node, 0) + 1
+        return node
+
+    def release(self, node: str, lost: bool) -> None:
+        """A group ended there."""
+        self._busy[node] -= 1
+        self._lost[node] = self._lost.get(node, 0) + 1 if lost else 0
 
 
 Measure = Callable[[Job, list[dict]], list[dict]]
@@ -111,7 +158,7 @@ def run_on_ray(
     deadline : float, optional
         `time.monotonic()` after which no task starts; those that run are awaited.
     workers : int, optional
-        Tasks at a time; the cluster's GPUs when not given.
+        Tasks at a time; as many as the cluster has GPUs when not given.
 
     Raises
     ------
@@ -121,12 +168,14 @@ def run_on_ray(
     ray = _connect(address, workers)
     try:
         gpus = 0 if job.device == "standin" else 1
-        slots = workers or int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
+        kind = "GPU" if gpus else "CPU"
+        slots = int(ray.cluster_resources().get(kind, 0))
         if slots < 1:
-            raise EvenkvError(f"--ray {address}: the cluster has no GPU.", "Add a node with one.")
-        # Ray's own retries would hide what was lost; ours run on another node and are reported.
+            raise EvenkvError(f"--ray {address}: the cluster has no {kind}.", "Add a node with one.")
+        # Ray's own retries would hide what was lost; ours run on another node where there is one (`Nodes`),
+        # and are reported.
         remote = ray.remote(num_gpus=gpus, num_cpus=1, max_retries=0)(measure)
-        return _Pool(ray, remote, job, path_of, deadline, progress, slots).run(cases)
+        return _Pool(ray, remote, kind, job, path_of, deadline, progress, workers).run(cases)
     finally:
         ray.shutdown()
 
@@ -136,19 +185,22 @@ class _Pool:
         self,
         ray: Any,
         remote: Any,
+        kind: str,
         job: Job,
         path_of: Callable[[str], Path],
         deadline: float | None,
         progress: Callable[[str, float], None],
-        slots: int,
+        most: int | None,
     ) -> None:
         self._ray = ray
         self._remote = remote
+        self._kind = kind
         self._job = job
         self._path_of = path_of
         self._deadline = deadline
         self._progress = progress
-        self._slots = slots
+        self._most = most
+        self._nodes = Nodes()
 
     def run(self, cases: Sequence[Case]) -> PoolReport:
         def cost(case: Case) -> float:
@@ -157,24 +209,32 @@ class _Pool:
             )
 
         waiting = [_Group(group) for group in plan.groups(cases, cost, GROUP_S)]
-        report, running, done = PoolReport(), {}, 0
+        report, done, alive = PoolReport(), 0, time.monotonic()
+        running: dict[Any, tuple[_Group, str]] = {}
         try:
             while waiting or running:
                 late = self._deadline is not None and time.monotonic() > self._deadline
-                while waiting and len(running) < self._slots and not late:
-                    group = waiting.pop(0)
-                    group.attempts += 1
-                    plain = [case.to_json() for case in group.cases]
-                    running[self._remote.remote(self._job, plain)] = group
+                if not late:
+                    waiting = self._start(waiting, running)
                 if not running:
-                    break
+                    if not late and time.monotonic() > alive + _NOBODY_S:
+                        report.lost.append(f"for {_NOBODY_S:.0f} s no node with a {self._kind} was alive")
+                        report.given_up = late = True
+                    if late:
+                        break
+                    time.sleep(_WAIT_S)
+                    continue
+                alive = time.monotonic()
                 finished, _ = self._ray.wait(list(running), timeout=_WAIT_S)
                 for reference in finished:
-                    group = running.pop(reference)
-                    if self._collect(reference, group, report):
+                    group, node = running.pop(reference)
+                    measured = self._collect(reference, group, report)
+                    self._nodes.release(node, lost=not measured)
+                    if measured:
                         done += len(group.cases)
                         self._progress(group.cases[-1].name, done / len(cases))
                     elif group.attempts < ATTEMPTS:
+                        group.avoid.add(node)
                         waiting.append(group)
                     else:
                         report.given_up = True
@@ -184,6 +244,32 @@ class _Pool:
                 self._ray.cancel(reference, force=True)
         report.left += [case for group in waiting for case in group.cases]
         return report
+
+    def _start(self, waiting: Sequence[_Group], running: dict[Any, tuple[_Group, str]]) -> list[_Group]:
+        """Start groups on nodes with free slots; returns those that have to wait."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._nodes.update(
+            {
+                node["NodeID"]: int(node["Resources"].get(self._kind, 0))
+                for node in self._ray.nodes()
+                if node["Alive"]
+            }
+        )
+        left = []
+        for group in waiting:
+            full = self._most is not None and len(running) >= self._most
+            node = None if full else self._nodes.choose(group.avoid)
+            if node is None:
+                left.append(group)
+                continue
+            group.attempts += 1
+            plain = [case.to_json() for case in group.cases]
+            # Soft: elsewhere, should the node be gone by the time that the task starts.
+            place = NodeAffinitySchedulingStrategy(node, soft=True)
+            task = self._remote.options(scheduling_strategy=place).remote(self._job, plain)
+            running[task] = (group, node)
+        return left
 
     def _collect(self, reference: Any, group: _Group, report: PoolReport) -> bool:
         """Append the task's rows; False when it was lost."""
@@ -209,17 +295,71 @@ def _connect(address: str, workers: int | None) -> Any:
     # Tasks must find this package where it is not installed but lies on a path that all nodes have.
     environment = {"env_vars": {"PYTHONPATH": ":".join([str(Path(__file__).parents[2]), *_python_path()])}}
     options: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": "error"}
+    # "local" is said to Ray too: without an address it would join a cluster that happens to run here.
+    options["address"] = address
     if address == "local":
-        options |= {"num_cpus": workers or 1, "include_dashboard": False}
+        # A task of a GPU takes a CPU too: as many as there are GPUs, or they would wait for each other.
+        options |= {"num_cpus": workers or max(1, len(visible_gpus())), "include_dashboard": False}
     else:
-        options["address"] = address
+        _probe(address)
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
-        raise EvenkvError(
-            f"--ray {address}: no cluster answers: {_why(error)}.", "Start one with `ray start --head`."
-        ) from None
+        raise _no_cluster(address, _why(error)) from None
     return ray
+
+
+def _probe(address: str) -> None:
+    """Raise unless a cluster answers there soon.
+
+    A port that nobody listens at is known at once. What listens is Ray only when a driver can join it; that
+    is tried in a process that can be ended, for Ray's own attempts write logs and take minutes.
+    """
+    if address != "auto":
+        host, port = _host_and_port(address)
+        try:
+            socket.create_connection((host, port), timeout=_PORT_S).close()
+        except OSError as error:
+            raise _no_cluster(address, str(error)) from None
+    command = [sys.executable, "-c", _HELLO, address]
+    # A session of its own, that an interruption reaches this process alone, which then ends that one.
+    try:
+        answer = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=_HELLO_S,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise _no_cluster(address, f"what listens there does not speak Ray within {_HELLO_S:.0f} s") from None
+    if answer.returncode:
+        lines = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
+        raise _no_cluster(address, lines[-1] if lines else f"exit code {answer.returncode}")
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Of "host:6379" or "ray://host:10001"."""
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.scheme not in ("", "ray"):
+        raise EvenkvError(
+            f'--ray: wanted "auto", "local", host:port or ray://host:port, got {address!r}.',
+            "Correct it; a head started with `ray start --head` listens at port 6379.",
+        )
+    return host, port
+
+
+def _no_cluster(address: str, why: str) -> EvenkvError:
+    return EvenkvError(
+        f"--ray {address}: no cluster answers: {why.rstrip('.')}.", "Start one with `ray start --head`."
+    )
 
 
 def _python_path() -> list[str]:

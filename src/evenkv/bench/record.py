@@ -140,7 +140,20 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Append lines of JSON, on the disk when this returns; several processes may do so at once.
 
     A line that an interrupted run left half-written is removed first: each is there whole or not at all.
+
+    Raises
+    ------
+    EvenkvError
+        When the file cannot be written, e.g. on a full disk (exit code 1: what was there is kept).
     """
+    try:
+        _append(path, lines)
+    except OSError as error:
+        remedy = "Free space or mend the rights, then go on with the same command and --resume."
+        raise EvenkvError(f"{path}: cannot be written: {error.strerror}.", remedy, exit_code=1) from error
+
+
+def _append(path: Path, lines: Iterable[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:

@@ -17,6 +17,7 @@ from evenkv.evaluate.environment import gpu_names
 
 _POLL_S = 0.2
 _STOP_S = 30.0
+_REMEDY = "See them with `evenkv doctor`."
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,16 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(len(gpu_names()))]
 
 
-def choose_gpus(wanted: str, available: Sequence[str]) -> list[str]:
+def choose_gpus(wanted: str, available: Sequence[str], remedy: str = _REMEDY) -> list[str]:
     """The first so many GPUs, or "all".
+
+    Parameters
+    ----------
+    wanted : str
+        What `--gpus` was given.
+    available : sequence of str
+    remedy : str, optional
+        What to do about a number that does not fit.
 
     Raises
     ------
@@ -50,7 +59,7 @@ def choose_gpus(wanted: str, available: Sequence[str]) -> list[str]:
     if not wanted.isdigit() or not 1 <= int(wanted) <= len(available):
         raise EvenkvError(
             f'--gpus: wanted "all" or a number from 1 to the GPUs here ({len(available)}), got {wanted!r}.',
-            "See them with `evenkv doctor`.",
+            remedy,
         )
     return list(available[: int(wanted)])
 
@@ -91,26 +100,27 @@ def run_shards(
             stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
             for _ in gpus
         ]
-        for number, (gpu, log) in enumerate(zip(gpus, logs, strict=True), 1):
-            shard = f"{number}/{len(gpus)}"
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "evenkv", "bench", *arguments, "--shard", shard],
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
-                    stdout=subprocess.DEVNULL,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
-            if hasattr(os, "sched_setaffinity"):
-                with contextlib.suppress(OSError):  # it ended already, or is not allowed to
-                    own = share_cores(cores, number - 1, len(gpus))
-                    os.sched_setaffinity(processes[-1].pid, own)
         try:
+            for number, (gpu, log) in enumerate(zip(gpus, logs, strict=True), 1):
+                shard = f"{number}/{len(gpus)}"
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "evenkv", "bench", *arguments, "--shard", shard],
+                        env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
+                        stdout=subprocess.DEVNULL,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+                if hasattr(os, "sched_setaffinity"):
+                    with contextlib.suppress(OSError):  # it ended already, or is not allowed to
+                        own = share_cores(cores, number - 1, len(gpus))
+                        os.sched_setaffinity(processes[-1].pid, own)
             while running := [p for p in processes if p.poll() is None]:
                 progress(f"{len(running)} of {len(gpus)} GPUs at work", 1 - len(running) / len(gpus))
                 time.sleep(_POLL_S)
         finally:
+            # The first ones too, when an interruption comes while the others are being started.
             _stop([p for p in processes if p.poll() is None])
         return [
             ShardResult(number, gpu, process.returncode, _last_line(log))
@@ -125,11 +135,16 @@ def _last_line(log: IO[str]) -> str:
 
 
 def _stop(processes: Sequence[subprocess.Popen]) -> None:
+    """Ask all to end, and make those that do not, or all at once when a second interruption comes."""
     for process in processes:
         process.terminate()
-    for process in processes:
-        try:
-            process.wait(timeout=_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    deadline = time.monotonic() + _STOP_S
+    try:
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()

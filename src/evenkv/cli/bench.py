@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from evenkv.cli.bench_output import announce_plan, finish, print_cases
+from evenkv.cli.bench_checks import (
+    check_device,
+    check_out,
+    check_rows,
+    check_together,
+    check_writable,
+    given_options,
+    interrupted,
+    told_interruption,
+)
+from evenkv.cli.bench_many import on_gpus, on_ray
+from evenkv.cli.bench_options import (
+    Options,
+    budget_s,
+    cases_there,
+    chosen_cases,
+    out_path,
+    parse_implementations,
+    parse_shard,
+    rows_files,
+    source_of,
+    unsettled,
+)
+from evenkv.cli.bench_output import Plan, announce_plan, count_of, finish, print_cases
 from evenkv.cli.output import print_json, progress_bar, stderr, stdout
-from evenkv.errors import EvenkvError
 from evenkv.paths import Repository, find_repository
-
-# A run on a GPU machine without git says its commit so.
-COMMIT_VARIABLE = "EVENKV_COMMIT"
-_STANDIN_OUT = "build/roofline/standin.jsonl"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The parsed command line."""
-
-    preset: str
-    cases: Path | None
-    only: str | None
-    impl: list[str]
-    resume: bool
-    shard: tuple[int, int] | None
-    minutes: float | None
-    iterations: int | None
-    warm: bool
-    out: Path | None
-    device: str
-    as_json: bool
 
 
 def bench(
+    context: typer.Context,
     preset: Annotated[
         str, typer.Option(help="smoke (12 cases), regimes (the table of goals) or protocol (everything).")
     ] = "smoke",
@@ -49,7 +47,8 @@ def bench(
         Path | None, typer.Option(help="Measure the cases of this file instead: JSON, JSON lines or rows.")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Only cases whose name contains this, or matches it (* and ?).")
+        str | None,
+        typer.Option(help="Only cases whose name contains this or, with * or ?, matches it from end to end."),
     ] = None,
     impl: Annotated[
         list[str] | None, typer.Option(help="Implementations, separated by commas; all if not given.")
@@ -66,19 +65,25 @@ def bench(
     ] = None,
     warm: Annotated[
         bool,
-        typer.Option("--warm", help="Leave L2 as it is between calls; rows go to a folder of their own."),
+        typer.Option("--warm", help='Leave L2 as it is between calls; rows go to a folder named "warm".'),
     ] = False,
     gpus: Annotated[
         str | None, typer.Option(help='Share the cases over so many GPUs of this machine, or "all".')
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(help='Share them over a Ray cluster: its address, or "local".')
+        str | None,
+        typer.Option(help='Share them over a Ray cluster: host:port, "auto" (that of this node) or "local".'),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Append rows to this file; results/roofline/<gpu>.jsonl if not given.")
+        Path | None,
+        typer.Option(
+            help="Append rows to this file; results/roofline/<gpu>.jsonl if not given (standin: in build)."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cuda, or standin: a model that measures nothing.")] = "cuda",
-    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases, measure nothing.")] = False,
+    list_cases: Annotated[
+        bool, typer.Option("--list", help="Print the cases (with --resume what is left), measure nothing.")
+    ] = False,
     report: Annotated[
         bool,
         typer.Option(
@@ -89,138 +94,132 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Measure the kernels and their peers against a plain copy: the roofline protocol, on any GPU."""
-    if sum((gpus is not None, ray is not None, shard is not None)) > 1:
-        raise EvenkvError("--gpus, --ray and --shard: wanted at most one of them.", "Choose one.")
-    names = [name for value in impl or [] for name in value.split(",") if name]
+    check_together(given_options(context))
     options = Options(
-        preset, cases, only, names, resume, _shard(shard), minutes, iterations, warm, out, device, as_json
+        preset,
+        cases,
+        only,
+        parse_implementations(impl),
+        resume,
+        parse_shard(shard),
+        minutes,
+        iterations,
+        warm,
+        out,
+        device,
+        as_json,
     )
+    check_device(device)
     # A batch system ends a run so: finished rows stay and the workers end, as with Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
     with warnings.catch_warnings():
-        warnings.showwarning = _plain_warning
+        warnings.showwarning = _remarks()
         _bench(options, gpus, ray, list_cases, report)
 
 
 def _bench(options: Options, gpus: str | None, ray: str | None, list_cases: bool, report: bool) -> None:
     repository = find_repository()
-    if report:
-        _write_report(repository, options.as_json)
-        return
-    chosen = _cases(options)
-    if list_cases:
-        print_cases(chosen, options.as_json)
-        return
     try:
+        if report:
+            _write_report(repository, options.as_json)
+            return
+        cases = chosen_cases(options)
+        if list_cases:
+            _list(cases, options, repository, on_cluster=ray is not None)
+            return
+        check_out(options)
         if ray is not None:
-            _on_ray(ray, chosen, options, repository)
+            on_ray(ray, cases, options, repository)
         elif gpus is not None:
-            _on_gpus(gpus, chosen, options, repository)
+            on_gpus(gpus, cases, options, repository)
         else:
-            _here(chosen, options, repository)
+            _here(cases, options, repository)
     except KeyboardInterrupt:
-        raise EvenkvError(
-            "Interrupted; finished rows are in the results file.",
-            "Go on with the same command and --resume.",
-            exit_code=1,
-        ) from None
+        raise interrupted() from None
 
 
-def _plain_warning(message: Any, *rest: Any, **more: Any) -> None:
-    """A remark for the user, without the place in the code."""
-    stderr.print(str(message), markup=False, highlight=False, soft_wrap=True)
+def _remarks() -> Callable[..., None]:
+    """Shows warnings to the user without the place in the code, and of a torn file only the first."""
+    from evenkv.bench.record import TornLineWarning
+
+    torn = set()
+
+    def show(message: Any, *rest: Any, **more: Any) -> None:
+        if isinstance(message, TornLineWarning):
+            # It is read before and in the run, then mended: that is one thing to tell.
+            if message.path in torn:
+                return
+            torn.add(message.path)
+        stderr.print(str(message), markup=False, highlight=False, soft_wrap=True)
+
+    return show
 
 
 def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _shard(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    index, slash, count = text.partition("/")
-    if not (slash and index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
-        raise EvenkvError(f"--shard: wanted i/n with 1 <= i <= n, got {text!r}.", "For example 1/2.")
-    return int(index), int(count)
+def _list(cases: Sequence[Any], options: Options, repository: Repository, on_cluster: bool) -> None:
+    left = _left(cases, options, repository, on_cluster) if options.resume else cases
+    if len(left) < len(cases):
+        line = f"{len(cases) - len(left)} of {count_of(len(cases), 'case')} are there already."
+        stderr.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_cases(left, options.as_json)
 
 
-def _cases(options: Options) -> list[Any]:
-    """The chosen cases in measuring order, this shard's only."""
-    from evenkv.bench import grid, plan
+def _left(cases: Sequence[Any], options: Options, repository: Repository, on_cluster: bool) -> list[Any]:
+    """What --resume would measure: the device says whose rows count."""
+    from evenkv.bench.devices import open_device
+    from evenkv.bench.record import load_rows
 
-    if options.cases is not None:
-        chosen = grid.load_cases(options.cases)
-    elif options.preset in grid.PRESETS:
-        chosen = grid.PRESETS[options.preset]()
-    else:
-        raise EvenkvError(
-            f"--preset: wanted one of {', '.join(grid.PRESETS)}, got {options.preset!r}.", "Correct it."
-        )
-    ordered = plan.order(grid.select(chosen, options.only), in_rounds=False)
-    if options.shard is None:
-        return ordered
-
-    def cost(case: Any) -> float:
-        return plan.case_seconds(case, _names(options), 100, plan.DEFAULT_COPY_GBPS)
-
-    return plan.shard(ordered, *options.shard, cost)
-
-
-def _names(options: Options) -> list[str]:
-    from evenkv.bench.record import IMPLEMENTATIONS
-
-    return options.impl or list(IMPLEMENTATIONS)
-
-
-def _out_path(options: Options, repository: Repository, gpu: str) -> Path:
-    from evenkv.bench.markdown import rows_folder
-    from evenkv.bench.record import gpu_file_name
-    from evenkv.bench.standin import GPU
-
-    if options.out is not None:
-        return options.out
-    if gpu == GPU:
-        return repository.root / _STANDIN_OUT
-    # Warm times beside cold ones would be taken for them: a row does not say which it is.
-    folder = rows_folder(repository) / ("warm" if options.warm else "")
-    return folder / f"{gpu_file_name(gpu)}.jsonl"
-
-
-def _budget_s(options: Options) -> float:
-    from evenkv.bench import plan
-
-    small = options.preset == "smoke" and options.cases is None
-    return plan.SMOKE_BUDGET_S if small else plan.FULL_BUDGET_S
+    source = source_of(repository)
+    if on_cluster:
+        rows = [row for path in rows_files(options, repository) for row in load_rows(path)]
+        return unsettled(cases, rows, options, source)
+    device = open_device(options.device)
+    try:
+        gpu = device.facts().gpu
+        missing = [name for name, reason in device.implementations().items() if reason is not None]
+    finally:
+        device.close()
+    rows = [row for row in load_rows(out_path(options, repository, gpu)) if row.gpu == gpu]
+    there = cases_there(rows, options.impl, source, missing)
+    return [case for case in cases if case not in there]
 
 
 def _here(cases: Sequence[Any], options: Options, repository: Repository) -> None:
     from evenkv.bench.devices import open_device
-    from evenkv.bench.judge import provenance
     from evenkv.bench.record import load_rows
     from evenkv.bench.run import run_bench
 
-    source = provenance(repository, os.environ.get(COMMIT_VARIABLE))
+    source = source_of(repository)
     device = open_device(options.device)
     try:
         gpu = device.facts().gpu
-        path = _out_path(options, repository, gpu)
+        path = out_path(options, repository, gpu)
+        check_writable(path, str(path) if options.out is None else f"--out {path}")
         earlier = load_rows(path)
+        check_rows(path, earlier, options.standin)
 
         def announce(report: Any) -> None:
-            announce_plan(report.estimate, len(cases), _names(options), gpu, report.copy_peak_gbps, path)
+            own = [row for row in earlier if row.gpu == gpu] if options.resume else []
+            there = cases_there(own, options.impl, source, report.missing)
+            waiting = sum(case not in there for case in cases)
+            more = {"copy_gbps": report.copy_peak_gbps, "modelled": options.standin}
+            announce_plan(Plan(len(cases), waiting, options.impl, gpu, report.estimate, path, **more))
 
-        with progress_bar() as show:
+        with progress_bar() as show, told_interruption(lambda: [path]):
             report = run_bench(
                 device,
                 cases,
-                _names(options),
+                options.impl,
                 path,
                 provenance=source,
                 resume=options.resume,
                 minutes=options.minutes,
                 warm=options.warm,
                 iterations=options.iterations,
-                budget_s=_budget_s(options),
+                budget_s=budget_s(options),
                 progress=show,
                 announce=announce,
             )
@@ -235,94 +234,6 @@ def _here(cases: Sequence[Any], options: Options, repository: Repository) -> Non
         "missing": report.missing,
     }
     finish(cases, [path], earlier, report.rows, report.left, facts, options.as_json, faults=[])
-
-
-def _on_ray(address: str, cases: Sequence[Any], options: Options, repository: Repository) -> None:
-    from evenkv.bench import plan
-    from evenkv.bench.judge import provenance
-    from evenkv.bench.ray_pool import Job, run_on_ray
-    from evenkv.bench.record import load_rows
-    from evenkv.bench.run import settled_cases
-
-    source = provenance(repository, os.environ.get(COMMIT_VARIABLE))
-    folder = _out_path(options, repository, "x").parent
-    paths = [options.out] if options.out else sorted(folder.glob("*.jsonl"))
-    earlier = [row for path in paths for row in load_rows(path)]
-    waiting = list(cases)
-    if options.resume:
-        settled = settled_cases(earlier, _names(options), source)
-        waiting = [case for case in cases if case not in settled]
-    limit = 60 * options.minutes if options.minutes is not None else _budget_s(options)
-    planned = plan.estimate(waiting, _names(options), limit, plan.DEFAULT_COPY_GBPS)
-    wanted = options.iterations or planned.iterations
-    job = Job(options.device, tuple(_names(options)), wanted, options.warm, source)
-    where = f"Ray at {address}, one GPU's time"
-    announce_plan(planned, len(waiting), _names(options), where, plan.DEFAULT_COPY_GBPS, options.out)
-    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    with progress_bar() as show:
-        report = run_on_ray(
-            address,
-            job,
-            waiting,
-            lambda gpu: _out_path(options, repository, gpu),
-            deadline=deadline,
-            progress=show,
-        )
-    faults = [f"lost: {what}" for what in report.lost]
-    paths = sorted({_out_path(options, repository, row.gpu) for row in report.rows})
-    facts = {"ray": address, "reused": len(cases) - len(waiting), "lost": report.lost}
-    failed = faults if report.given_up else []
-    if not report.given_up:
-        for fault in faults:
-            stderr.print(f"{fault}; it ran again.", markup=False, soft_wrap=True)
-    finish(cases, paths, earlier, report.rows, report.left, facts, options.as_json, failed)
-
-
-def _on_gpus(wanted: str, cases: Sequence[Any], options: Options, repository: Repository) -> None:
-    from evenkv.bench.markdown import rows_folder
-    from evenkv.bench.record import load_rows
-    from evenkv.bench.shards import choose_gpus, run_shards, visible_gpus
-
-    standin = options.device == "standin"
-    available = [str(n) for n in range(os.cpu_count() or 1)] if standin else visible_gpus()
-    chosen = choose_gpus(wanted, available)
-
-    def files() -> list[Path]:
-        folder = rows_folder(repository) / ("warm" if options.warm else "")
-        if standin and options.out is None:
-            return [_out_path(options, repository, "standin")]
-        return [options.out] if options.out else sorted(folder.glob("*.jsonl"))
-
-    earlier = {path: load_rows(path) for path in files()}
-    with progress_bar() as show:
-        results = run_shards(_arguments(options), chosen, show)
-    paths, new = [], []
-    for path in files():
-        own = load_rows(path)[len(earlier.get(path, [])) :]
-        new += own
-        if own:
-            paths.append(path)
-    faults = [f"GPU {r.gpu} (shard {r.index}): {r.said}" for r in results if r.exit_code]
-    before = [row for rows in earlier.values() for row in rows]
-    facts = {"gpus": chosen}
-    finish(cases, paths, before, new, [], facts, options.as_json, faults)
-
-
-def _arguments(options: Options) -> list[str]:
-    """The options again, for a process that takes one shard."""
-    values: list[tuple[str, Any]] = [
-        ("--preset", options.preset),
-        ("--cases", options.cases),
-        ("--only", options.only),
-        ("--impl", ",".join(options.impl) or None),
-        ("--minutes", options.minutes),
-        ("--iterations", options.iterations),
-        ("--out", options.out),
-        ("--device", options.device),
-    ]
-    words = [word for name, value in values if value is not None for word in (name, str(value))]
-    flags = (("--resume", options.resume), ("--warm", options.warm))
-    return words + [name for name, is_set in flags if is_set] + ["--json"]
 
 
 def _write_report(repository: Repository, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,30 @@ from evenkv.cli.output import print_json, stderr, stdout
 _SHOWN = 10
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a run is about to do. `waiting` of its `cases` have to be measured, the others have rows.
+
+    `copy_gbps` is None before it is measured; `modelled`: a stand-in's run, which measures nothing.
+    """
+
+    cases: int
+    waiting: int
+    implementations: Sequence[str]
+    where: str
+    estimate: Any
+    path: Path
+    copy_gbps: float | None = None
+    modelled: bool = False
+
+
+def count_of(number: int, what: str) -> str:
+    """`1 case`, `2 cases`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def print_cases(cases: Sequence[Any], as_json: bool) -> None:
+    """The list of cases, with the bytes of their caches."""
     from evenkv.bench.grid import is_skipped
 
     if as_json:
@@ -27,15 +50,20 @@ def print_cases(cases: Sequence[Any], as_json: bool) -> None:
         stdout.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def announce_plan(
-    estimate: Any, cases: int, names: Sequence[str], where: str, copy_gbps: float, path: Path | None
-) -> None:
-    to = f" Rows go to {path}." if path else ""
+def announce_plan(plan: Plan) -> None:
+    """The header, on stderr."""
+    cases = count_of(plan.cases, "case")
+    if there := plan.cases - plan.waiting:
+        cases = f"{plan.waiting} of {cases} ({there} {'is' if there == 1 else 'are'} there)"
+    copy = "" if plan.copy_gbps is None else f"; copy peak {plan.copy_gbps:.0f} GB/s"
     line = (
-        f"{cases} cases, {len(names)} implementations on {where}: about {_duration(estimate.seconds)} "
-        f"({estimate.iterations} iterations; copy peak {copy_gbps:.0f} GB/s).{to}"
+        f"{cases}, {count_of(len(plan.implementations), 'implementation')} on {plan.where}: about "
+        f"{_duration(plan.estimate.seconds)} ({plan.estimate.iterations} iterations{copy}). "
+        f"Rows go to {plan.path}."
     )
     stderr.print(line, markup=False, highlight=False, soft_wrap=True)
+    if plan.modelled:
+        stderr.print("Times are a model's: nothing is measured.", markup=False, highlight=False)
 
 
 def _duration(seconds: float) -> str:
@@ -55,6 +83,7 @@ def finish(
     """Tables of everything that the files have of these cases, and the exit code."""
     from evenkv.bench.record import load_rows
     from evenkv.bench.run import failures
+    from evenkv.bench.standin import GPU
     from evenkv.bench.summary import groups_of, reproduction, summarise
     from evenkv.bench.tables import all_tables, rich_table
 
@@ -87,6 +116,8 @@ def finish(
             stdout.print(f"{group.gpu}, timer: {group.timer}", markup=False, highlight=False)
             for cells in all_tables(group.cases):
                 stdout.print(rich_table(cells))
+        if any(group.gpu == GPU for group in groups_of(rows)):
+            stdout.print("Times are a model's: nothing was measured.", markup=False, highlight=False)
         if again.worst is not None:
             case, impl = again.worst
             stdout.print(
@@ -103,6 +134,7 @@ def finish(
         for fault in faults:
             stderr.print(fault, markup=False, soft_wrap=True)
         if left:
-            stdout.print(f"{len(left)} cases left: the same command with --resume goes on.", soft_wrap=True)
+            line = f"{count_of(len(left), 'case')} left: the same command with --resume goes on."
+            stdout.print(line, markup=False, highlight=False, soft_wrap=True)
     if not ok:
         raise typer.Exit(1)
