@@ -335,14 +335,16 @@ def test_extreme_shapes(library: CutLibrary, page_size: int, tiles: tuple[int, i
             "hardly any": [1] * (batch // 2) + [0] * (batch - batch // 2),
         }
         for name, pages in tables.items():
-            kv_indptr = [0, *np.cumsum(pages).tolist()]
-            lengths = [count * page_size for count in pages]
+            # All visits of a large batch take seconds: one table of it is enough.
+            is_visited = name == "equal" or batch <= 300
+            kv_indptr = [0, *np.cumsum(pages).tolist()] if is_visited else []
+            lengths = [count * page_size for count in pages] if is_visited else []
             for invariant in (0, INVARIANT_TOKENS):
                 for units in (64, 1):
                     shape = Shape(units, batch, page_size, listed, *tiles)
                     choice = library.choose(shape, room, invariant)
                     _check_choice(shape, room, invariant, True, choice)
-                if name == "equal" or (batch <= 65_536 and invariant == 0):
+                if is_visited and (name == "equal" or invariant == 0):
                     found = library.visits(shape, choice, kv_indptr, lengths)
                     _check_visits(shape, choice, kv_indptr, lengths, found)
 
