@@ -10,6 +10,7 @@ import torch
 from bench_device_fakes import (
     BF16,
     FP8,
+    Coarse,
     Kernel,
     LocalLink,
     Poisoned,
@@ -77,15 +78,6 @@ def test_only_what_will_be_measured_is_compiled(world: World) -> None:
 
 
 def test_ours_alone_are_held_against_the_baseline_all_the_same(world: World) -> None:
-    class Coarse(Kernel):
-        """Within the table's limit, but coarser than the baseline by far."""
-
-        def attend(self, prepared: PreparedKernel) -> None:
-            output, lse = prepared.exact()
-            prepared.returned[0].copy_(output * 0.9945)
-            prepared.returned[1].copy_(lse)
-            self.gpu.launch("attend", 8.0)
-
     world.kernels[OURS] = lambda gpu: Coarse(OURS, gpu)
     device = world.device()
     case = replace(FP8, lengths=(4, 4, 4))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_device_fakes import BF16, FP8, SIDE_STREAM, Kernel, PreparedKernel, SimulatedGpu, run_case
+from bench_device_fakes import BF16, FP8, SIDE_STREAM, Coarse, Kernel, PreparedKernel, SimulatedGpu, run_case
 
 from evenkv.bench.case import Case
 from evenkv.bench.device.correctness import Rows, judge
@@ -226,15 +226,6 @@ def test_b4_each_request_has_its_own_norm() -> None:
 
 
 def test_b4_ours_may_not_be_twice_as_far_off_as_the_baseline() -> None:
-    class Coarse(Kernel):
-        """Within the table's limit, but coarser than the baseline by far."""
-
-        def attend(self, prepared: PreparedKernel) -> None:
-            output, lse = prepared.exact()
-            prepared.returned[0].copy_(output * 0.9945)
-            prepared.returned[1].copy_(lse)
-            self.gpu.launch("attend", 8.0)
-
     case = replace(FP8, lengths=(4, 4, 4))
     alone = tried(Coarse, case)
     assert alone.status == "ok", alone.reason
