@@ -342,3 +342,66 @@ def choose_launch(
         shape, room = blocks.shape(spec, batch, num_kv_indices, heads), room_of(resident)
     choice = library.choose(shape, room, tokens, not always_cut and heads == 1)
     return Launch(heads, few, resident, shape, choice)
+
+
+def check_visits(
+    shape: Shape, choice: Choice, kv_indptr: Sequence[int], lengths: Sequence[int], v: Visits
+) -> None:
+    """Every token once, every empty request once, scratch and counters apart."""
+    rows, tokens, cut = v.rows.astype(np.int64), np.asarray(lengths, dtype=np.int64), choice.cut
+    tiles = -(-tokens // shape.tile_tokens)
+    order = np.lexsort((rows[:, INDEX], rows[:, REQUEST]))
+    rows, warps = rows[order], v.warps[order].astype(np.int64)
+
+    empty = rows[rows[:, COUNT] == 0, REQUEST]
+    assert np.array_equal(empty, np.flatnonzero(tokens == 0)), "a request without tokens is not written once"
+    warps, rows = warps[rows[:, COUNT] > 0], rows[rows[:, COUNT] > 0]
+    request, count = rows[:, REQUEST], rows[:, COUNT]
+    heads = np.flatnonzero(np.diff(request, prepend=-1))  # each request's first part
+    tails = np.append(heads[1:], len(rows))[: len(heads)] - 1
+    assert np.array_equal(request[heads], np.flatnonzero(tokens > 0)), "requests are missing"
+    assert (count == np.repeat(tails - heads + 1, tails - heads + 1)).all(), "not `count` parts"
+    assert (rows[:, INDEX] == np.arange(len(rows)) - np.repeat(heads, tails - heads + 1)).all()
+
+    assert (rows[heads, BEGIN] == 0).all() and (rows[tails, END] == tiles[request[tails]]).all()
+    inner = np.setdiff1d(np.arange(len(rows)), heads)
+    assert (rows[inner, BEGIN] == rows[inner - 1, END]).all(), "parts overlap or leave a gap"
+    assert (rows[:, END] > rows[:, BEGIN]).all(), "a part without tiles"
+    assert (warps[:, 0, 0] == rows[:, BEGIN]).all() and (warps[:, -1, 1] == rows[:, END]).all()
+    assert (warps[:, 1:, 0] == warps[:, :-1, 1]).all(), "warps overlap or leave a gap"
+    each = warps[:, :, 1] - warps[:, :, 0]
+    assert (each >= 0).all() and (each.max(1) - each.min(1) <= 1).all(), "tiles are not dealt evenly"
+
+    sizes = rows[:, END] - rows[:, BEGIN]
+    pages = np.asarray(kv_indptr, dtype=np.int64)
+    counted = min(pages[-1], shape.num_kv_indices)
+    slots = (counted - pages[request + 1] if v.mirrored else pages[request]) * shape.page_size
+    begins = slots + rows[:, BEGIN] * shape.tile_tokens
+    late = (begins > v.tail_slot - shape.tile_tokens) & (not v.even and cut.tail_scale > 0 and not cut.dealt)
+    for which in (late, ~late):
+        longest, shortest = np.zeros(len(lengths), np.int64), np.full(len(lengths), 1 << 40)
+        np.maximum.at(longest, request[which], sizes[which])
+        np.minimum.at(shortest, request[which], sizes[which])
+        assert (longest - shortest <= 1).all(), "a request's tiles are not dealt evenly"
+    if not v.even and cut.dealt > 0:
+        assert (2 * sizes[count > 1] + 2 >= cut.least_dealt).all(), "a part is too short"
+    if not v.even and cut.dealt == 0:
+        # Fitted lengths need not be multiples of a tile.
+        slack = 2 * shape.tile_tokens if v.part_tokens < cut.part_tokens * (1 - 1e-6) else 0
+        most = np.full(len(rows), v.part_tokens * (1 + 1e-6) + slack)
+        most[late] = 1.5 * v.part_tokens / 2**cut.tail_scale + 2 * shape.tile_tokens
+        most[count == 1] = np.maximum(most[count == 1], cut.whole_tokens)
+        assert (sizes * shape.tile_tokens <= most).all(), "a part is too long"
+
+    is_cut = count > 1
+    assert not (choice.uncut and is_cut.any())
+    places = rows[is_cut, PLACE]
+    assert len(np.unique(places)) == len(places), "two partials share a place"
+    firsts = rows[heads[is_cut[heads]], FIRST]
+    assert len(np.unique(firsts)) == len(firsts), "two requests share arrival counters"
+    for used in (places, firsts):
+        assert ((used >= 0) & (used < cut.places)).all(), "beyond the scratch of the unit"
+
+
+def tables_of(lengths: Sequence[int], page_size: int) -> list[int]:
+    return [0, *np.cumsum([-(-length // page_size) for length in lengths]).tolist()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,18 +10,16 @@ from cut_library import (
     BEGIN,
     COUNT,
     END,
-    FIRST,
     INDEX,
     INVARIANT_TOKENS,
     KERNEL,
-    NUMBER,
-    PLACE,
     REQUEST,
     Choice,
     CutLibrary,
     Room,
     Shape,
-    Visits,
+    check_visits,
+    tables_of,
 )
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -75,65 +72,6 @@ def tables(draw: st.DrawFn, most_tokens: int = 60_000) -> tuple[int, list[int], 
         pages = -(-length // page_size) + (empty_last and length > 0 and length % page_size == 0)
         kv_indptr.append(kv_indptr[-1] + pages)
     return page_size, kv_indptr, lengths
-
-
-def _check_visits(
-    shape: Shape, choice: Choice, kv_indptr: Sequence[int], lengths: Sequence[int], v: Visits
-) -> None:
-    """Every token once, every empty request once, scratch and counters apart."""
-    rows, tokens, cut = v.rows.astype(np.int64), np.asarray(lengths, dtype=np.int64), choice.cut
-    tiles = -(-tokens // shape.tile_tokens)
-    order = np.lexsort((rows[:, INDEX], rows[:, REQUEST]))
-    rows, warps = rows[order], v.warps[order].astype(np.int64)
-
-    empty = rows[rows[:, COUNT] == 0, REQUEST]
-    assert np.array_equal(empty, np.flatnonzero(tokens == 0)), "a request without tokens is not written once"
-    warps, rows = warps[rows[:, COUNT] > 0], rows[rows[:, COUNT] > 0]
-    request, count = rows[:, REQUEST], rows[:, COUNT]
-    heads = np.flatnonzero(np.diff(request, prepend=-1))  # each request's first part
-    tails = np.append(heads[1:], len(rows))[: len(heads)] - 1
-    assert np.array_equal(request[heads], np.flatnonzero(tokens > 0)), "requests are missing"
-    assert (count == np.repeat(tails - heads + 1, tails - heads + 1)).all(), "not `count` parts"
-    assert (rows[:, INDEX] == np.arange(len(rows)) - np.repeat(heads, tails - heads + 1)).all()
-
-    assert (rows[heads, BEGIN] == 0).all() and (rows[tails, END] == tiles[request[tails]]).all()
-    inner = np.setdiff1d(np.arange(len(rows)), heads)
-    assert (rows[inner, BEGIN] == rows[inner - 1, END]).all(), "parts overlap or leave a gap"
-    assert (rows[:, END] > rows[:, BEGIN]).all(), "a part without tiles"
-    assert (warps[:, 0, 0] == rows[:, BEGIN]).all() and (warps[:, -1, 1] == rows[:, END]).all()
-    assert (warps[:, 1:, 0] == warps[:, :-1, 1]).all(), "warps overlap or leave a gap"
-    each = warps[:, :, 1] - warps[:, :, 0]
-    assert (each >= 0).all() and (each.max(1) - each.min(1) <= 1).all(), "tiles are not dealt evenly"
-
-    sizes = rows[:, END] - rows[:, BEGIN]
-    pages = np.asarray(kv_indptr, dtype=np.int64)
-    counted = min(pages[-1], shape.num_kv_indices)
-    slots = (counted - pages[request + 1] if v.mirrored else pages[request]) * shape.page_size
-    begins = slots + rows[:, BEGIN] * shape.tile_tokens
-    late = (begins > v.tail_slot - shape.tile_tokens) & (not v.even and cut.tail_scale > 0 and not cut.dealt)
-    for which in (late, ~late):
-        longest, shortest = np.zeros(len(lengths), np.int64), np.full(len(lengths), 1 << 40)
-        np.maximum.at(longest, request[which], sizes[which])
-        np.minimum.at(shortest, request[which], sizes[which])
-        assert (longest - shortest <= 1).all(), "a request's tiles are not dealt evenly"
-    if not v.even and cut.dealt > 0:
-        assert (2 * sizes[count > 1] + 2 >= cut.least_dealt).all(), "a part is too short"
-    if not v.even and cut.dealt == 0:
-        # Fitted lengths need not be multiples of a tile.
-        slack = 2 * shape.tile_tokens if v.part_tokens < cut.part_tokens * (1 - 1e-6) else 0
-        most = np.full(len(rows), v.part_tokens * (1 + 1e-6) + slack)
-        most[late] = 1.5 * v.part_tokens / 2**cut.tail_scale + 2 * shape.tile_tokens
-        most[count == 1] = np.maximum(most[count == 1], cut.whole_tokens)
-        assert (sizes * shape.tile_tokens <= most).all(), "a part is too long"
-
-    is_cut = count > 1
-    assert not (choice.uncut and is_cut.any())
-    places = rows[is_cut, PLACE]
-    assert len(np.unique(places)) == len(places), "two partials share a place"
-    firsts = rows[heads[is_cut[heads]], FIRST]
-    assert len(np.unique(firsts)) == len(firsts), "two requests share arrival counters"
-    for used in (places, firsts):
-        assert ((used >= 0) & (used < cut.places)).all(), "beyond the scratch of the unit"
 
 
 def _check_choice(shape: Shape, room: Room, invariant: int, may_stay_uncut: bool, choice: Choice) -> None:
@@ -198,11 +136,7 @@ def test_every_token_is_visited_once(
     stays_whole = mode == "by shapes" and shape.heads == 1
     choice = library.choose(shape, room, invariant, stays_whole)
     _check_choice(shape, room, invariant, stays_whole, choice)
-    _check_visits(shape, choice, kv_indptr, lengths, library.visits(shape, choice, kv_indptr, lengths))
-
-
-def _tables_of(lengths: Sequence[int], page_size: int) -> list[int]:
-    return [0, *np.cumsum([-(-length // page_size) for length in lengths]).tolist()]
+    check_visits(shape, choice, kv_indptr, lengths, library.visits(shape, choice, kv_indptr, lengths))
 
 
 @settings(max_examples=300, **RELAXED)
@@ -238,7 +172,7 @@ def test_every_cut_that_the_host_may_ask_for(
     alone: bool,
 ) -> None:
     """Parts far shorter than any that choose.h asks for."""
-    kv_indptr = _tables_of(lengths, page_size)
+    kv_indptr = tables_of(lengths, page_size)
     shape = Shape(1, len(lengths), page_size, kv_indptr[-1], *tiles)
     choice = library.choose(shape, Room(132, (396,) * 8), tile_multiple * tiles[1], False)
     choice.splits, choice.clusters, cut = splits, clusters, choice.cut
@@ -257,7 +191,7 @@ def test_every_cut_that_the_host_may_ask_for(
         library.number(choice, shape)
     found = library.visits(shape, choice, kv_indptr, lengths)
     assert found.even == even
-    _check_visits(shape, choice, kv_indptr, lengths, found)
+    check_visits(shape, choice, kv_indptr, lengths, found)
 
 
 def test_dealt_parts_are_nearly_as_short_as_the_numbers_allow(library: CutLibrary) -> None:
@@ -267,13 +201,13 @@ def test_dealt_parts_are_nearly_as_short_as_the_numbers_allow(library: CutLibrar
         batch, units = rng.choice([(2, 8), (8, 4), (8, 8), (17, 8), (32, 4), (32, 8)])
         mean = rng.choice([3000, 5000, 8000]) * 8 // batch
         lengths = [int(mean * rng.lognormvariate(0, 1)) + 1 for _ in range(batch)]
-        kv_indptr = _tables_of(lengths, 16)
+        kv_indptr = tables_of(lengths, 16)
         shape = Shape(units, batch, 16, kv_indptr[-1])
         choice = library.choose(shape, H200)
         found = library.visits(shape, choice, kv_indptr, lengths)
         if choice.cut.dealt == 0 or found.even or choice.uncut:
             continue
-        _check_visits(shape, choice, kv_indptr, lengths, found)
+        check_visits(shape, choice, kv_indptr, lengths, found)
         tiles, whole = [-(-length // 16) for length in lengths], choice.cut.whole_dealt
 
         def needed(most: int, tiles: list[int] = tiles, whole: int = whole) -> int:
@@ -300,11 +234,11 @@ def test_a_batch_invariant_cut_depends_on_the_request_alone(library: CutLibrary,
         (shuffled[7:], Room.of(1, 1), 4),
     ):
         own = [lengths[request] for request in batch]
-        kv_indptr = _tables_of(own, page_size)
+        kv_indptr = tables_of(own, page_size)
         shape = Shape(units, len(own), page_size, kv_indptr[-1])
         choice = library.choose(shape, room, INVARIANT_TOKENS)
         found = library.visits(shape, choice, kv_indptr, own)
-        _check_visits(shape, choice, kv_indptr, own, found)
+        check_visits(shape, choice, kv_indptr, own, found)
         for place, request in enumerate(batch):
             mine = found.rows[:, REQUEST] == place
             # By index: which cluster takes a part, and when, is not part of the cut.
@@ -346,7 +280,7 @@ def test_extreme_shapes(library: CutLibrary, page_size: int, tiles: tuple[int, i
                     _check_choice(shape, room, invariant, True, choice)
                 if is_visited and (name == "equal" or invariant == 0):
                     found = library.visits(shape, choice, kv_indptr, lengths)
-                    _check_visits(shape, choice, kv_indptr, lengths, found)
+                    check_visits(shape, choice, kv_indptr, lengths, found)
 
 
 @settings(max_examples=300, **RELAXED)
@@ -367,106 +301,3 @@ def test_division_by_every_small_divisor(library: CutLibrary) -> None:
 
 
 # The choice: which launches are cut, and how.
-
-
-def _choice(library: CutLibrary, units: int, batch: int, length: int, room: Room = H200) -> Choice:
-    return library.choose(Shape(units, batch, 16, batch * -(-length // 16)), room)
-
-
-def _equal(library: CutLibrary, batch: int, length: int, times: int = 1, row_bytes: int = 256) -> Visits:
-    """What becomes of equal requests of 8 units; kv_indices `times` as long."""
-    pages = -(-length // 16)
-    shape = Shape(8, batch, 16, batch * pages * times, row_bytes=row_bytes)
-    kv_indptr = [pages * r for r in range(batch + 1)]
-    return library.visits(shape, library.choose(shape, H200), kv_indptr, [length] * batch)
-
-
-@pytest.mark.parametrize(
-    ("batch", "length", "even"),
-    [
-        (64, 4096, False),  # 1.3 waves of 396 blocks
-        (128, 4096, False),  # 2.6
-        (256, 4096, True),  # 5.2
-        (512, 4096, True),  # 10.3
-        (96, 4096, True),  # 1.94: the last wave is nearly full
-        (64, 1000, True),  # short ones are not worth it
-        (1000, 2048, True),  # 20.2
-        (32, 8192, True),  # all at once
-        (32, 16_384, False),  # but some SMs hold one block, and it is long
-        (8, 131_072, True),  # several clusters an item
-    ],
-)
-def test_which_equal_batches_are_levelled(library: CutLibrary, batch: int, length: int, even: bool) -> None:
-    """Cut as uneven ones are: those that come last in short parts."""
-    visits = _equal(library, batch, length)
-    assert visits.even == even
-    if not even:
-        tokens = (visits.rows[:, END] - visits.rows[:, BEGIN]) * 16
-        assert 400 < tokens[-1] <= length / 2 and tokens[0] >= 2 * tokens[-1]
-
-
-def test_levelling_goes_by_what_is_counted_and_by_bytes(library: CutLibrary) -> None:
-    for times in (2, 4, 16):
-        assert not _equal(library, 128, 4096, times).even, "long ones in a long list"
-        assert _equal(library, 128, 700, times).even, "short ones"
-        assert _equal(library, 32, 2048, times).even, "all at once, and not many bytes"
-    assert _equal(library, 128, 2048, row_bytes=128).even and not _equal(library, 128, 2048).even
-
-
-@pytest.mark.parametrize(
-    ("units", "batch", "length", "uncut", "is_cluster", "is_cut"),
-    [
-        (8, 1, 91, True, True, False),  # a chain of dependent steps
-        (8, 8, 1024, True, True, False),
-        (8, 40, 16, True, False, False),
-        (8, 63, 300, False, False, False),  # more items than blocks at once: each whole
-        (8, 1, 131_072, False, True, True),
-        (1, 1, 131_072, False, True, True),
-        (8, 8, 16_384, False, True, True),  # they fill the device
-        (8, 128, 16_384, False, False, False),
-    ],
-)
-def test_which_equal_batches_are_cut(
-    library: CutLibrary, units: int, batch: int, length: int, uncut: bool, is_cluster: bool, is_cut: bool
-) -> None:
-    choice = _choice(library, units, batch, length)
-    found = choice.uncut, choice.splits > 1, choice.cut.even_parts > 1
-    assert found == (uncut, is_cluster, is_cut), choice
-    assert _choice(library, units, batch, length, A100).splits == 1
-
-
-def test_one_long_request_among_short_ones_is_cut_for_all_sms(library: CutLibrary) -> None:
-    lengths = [131_072] + [100] * 200
-    kv_indptr = _tables_of(lengths, 16)
-    shape = Shape(8, len(lengths), 16, kv_indptr[-1])
-    choice = library.choose(shape, H200)
-    found = library.visits(shape, choice, kv_indptr, lengths)
-    assert not found.even and not choice.uncut
-    parts = int(found.rows[found.rows[:, REQUEST] == 0, COUNT][0])
-    assert shape.units * parts >= H200.workers, "SMs are left without work"
-
-
-def test_a_long_request_begins_early_wherever_it_stands(library: CutLibrary) -> None:
-    """Behind short ones the same parts in the same order as before them."""
-    shape, parts = Shape(8, 64, 16, 12_224), {}
-    for place in (0, 63):
-        lengths = [1024] * 64
-        lengths[place] = 131_072
-        found = library.visits(shape, library.choose(shape, H200), _tables_of(lengths, 16), lengths)
-        assert not found.even and found.mirrored == (place == 63)
-        parts[place] = found.rows[:, [NUMBER, INDEX, COUNT, FIRST, PLACE, BEGIN, END]].tolist()
-        assert (found.rows[:20, REQUEST] == place).all(), "its parts are not the first"
-    assert parts[0] == parts[63]
-
-
-def test_an_even_batch_in_a_longer_list_is_still_cut_for_all_sms(library: CutLibrary) -> None:
-    """A graph's buffers list more pages than requests have: lengths shrink to what is counted."""
-    lengths = [65_536] * 2
-    kv_indptr = _tables_of(lengths, 16)
-    for times in (1, 3, 9, 40):
-        shape = Shape(4, 2, 16, kv_indptr[-1] * times)
-        choice = library.choose(shape, H200)
-        found = library.visits(shape, choice, kv_indptr, lengths)
-        _check_visits(shape, choice, kv_indptr, lengths, found)
-        blocks = shape.units * len(found.rows) * choice.splits
-        assert blocks >= H200.workers, (times, choice)
