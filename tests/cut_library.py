@@ -386,8 +386,8 @@ def check_visits(
     if not v.even and cut.dealt > 0:
         assert (2 * sizes[count > 1] + 2 >= cut.least_dealt).all(), "a part is too short"
     if not v.even and cut.dealt == 0:
-        # Fitted lengths need not be multiples of a tile. Fitted to what they were, their divisor is rounded anew,
-        # by less than a millionth: one token more may be in, which is a tile more.
+        # Fitted lengths need not be multiples of a tile. Fitted to what they were, their divisor is rounded
+        # anew, by less than a millionth: one token more may be in, which is a tile more.
         slack = 0 if v.part_tokens == cut.part_tokens else shape.tile_tokens
         slack *= 2 if v.part_tokens < cut.part_tokens * (1 - 1e-6) else 1
         most = np.full(len(rows), v.part_tokens * (1 + 1e-6) + slack)
