@@ -14,6 +14,9 @@ from evenkv.bench.device.cuda_device import CudaDevice
 from evenkv.bench.device.subject import Subject
 from evenkv.bench.record import IMPLEMENTATIONS
 
+OURS = "evenkv-cuda"
+FEW = (OURS, "flashinfer-tc")
+
 
 class FakeClocks:
     reason = None

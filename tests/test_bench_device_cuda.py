@@ -18,7 +18,7 @@ from bench_device_fakes import (
     SimulatedGpu,
     SimulatedKeeper,
 )
-from bench_device_world import World
+from bench_device_world import FEW, OURS, World
 
 from evenkv.bench.case import Case
 from evenkv.bench.device import builds, cuda_device
@@ -29,8 +29,6 @@ from evenkv.bench.record import IMPLEMENTATIONS
 from evenkv.errors import EvenkvError
 
 torch.set_num_threads(1)
-OURS = "evenkv-cuda"
-FEW = (OURS, "flashinfer-tc")
 
 
 @pytest.fixture

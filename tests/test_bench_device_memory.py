@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bench_device_fakes import BF16, FP8, Kernel, SimulatedGpu, SimulatedKeeper
-from bench_device_world import World
+from bench_device_world import FEW, OURS, World
 
 from evenkv.bench.case import Case
 from evenkv.bench.device.cuda_device import CudaDevice
@@ -17,8 +17,6 @@ from evenkv.bench.device.inputs import pool_bytes
 from evenkv.bench.device.subject import Subject
 
 torch.set_num_threads(1)
-OURS = "evenkv-cuda"
-FEW = (OURS, "flashinfer-tc")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The one error type that commands turn into a single line and an exit code."""
+"""The one error type that commands turn into a single line and an exit code, and how messages count."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ class EvenkvError(Exception):
         self.remedy = remedy
         self.exit_code = exit_code
         super().__init__(f"{problem} {remedy}".strip())
+
+
+def count_of(number: int, what: str) -> str:
+    """`1 case`, `2 cases`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

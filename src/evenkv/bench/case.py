@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evenkv.errors import EvenkvError
+from evenkv.errors import EvenkvError, count_of
 from evenkv.numerics.bytes import kv_bytes, pages_of
 from evenkv.spec.family import DecodeSpec
 
@@ -89,7 +89,7 @@ class Case:
             if not all(_is_int(n) and 0 <= n <= _INT32_MAX for n in self.lengths):
                 raise _fault("lengths", "whole numbers that fit int32, 0 or more", self.lengths)
             if len(self.lengths) != self.batch:
-                wanted, got = _numbers(self.batch), _numbers(len(self.lengths))
+                wanted, got = count_of(self.batch, "number"), count_of(len(self.lengths), "number")
                 raise EvenkvError(
                     f"case: lengths: wanted {wanted} for batch={self.batch}, got {got}.", _FIELDS_REMEDY
                 )
@@ -214,10 +214,6 @@ def _parse_lognormal(lengths: str) -> tuple[float, float, int]:
     if mean < 1 or sigma > 4:
         raise _fault("lengths", "a mean of 1 or more and a sigma of 4 or less", lengths)
     return mean, sigma, seed
-
-
-def _numbers(count: int) -> str:
-    return f"{count} number" if count == 1 else f"{count} numbers"
 
 
 def _is_int(value: object) -> bool:

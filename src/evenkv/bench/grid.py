@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from evenkv.bench.case import Case, lognormal
-from evenkv.errors import EvenkvError
+from evenkv.errors import EvenkvError, count_of
 from evenkv.evaluate.load import refuse_lfs_pointer
 from evenkv.spec.family import parse_name
 from evenkv.workloads.plan import captured_steps
@@ -214,7 +214,7 @@ def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
         remedy = "See the names with --list."
         if glob:
             remedy += " With * or ? a pattern has to match a name from end to end: begin and end it with *."
-        count = f"{len(cases)} case" if len(cases) == 1 else f"{len(cases)} cases"
+        count = count_of(len(cases), "case")
         raise EvenkvError(
             f"--only {pattern!r} matches none of {count}; they are named like {cases[0].name!r}.", remedy
         )

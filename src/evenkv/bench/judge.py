@@ -6,14 +6,13 @@ import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from evenkv.bench.case import Case
 from evenkv.bench.protocol import DeviceFacts, Outcome, keeps_time
-from evenkv.bench.record import IMPLEMENTATIONS, OURS, Row
+from evenkv.bench.record import IMPLEMENTATIONS, OURS, Row, when
 from evenkv.evaluate.table import DATASHEET_BANDWIDTH
 from evenkv.pack.manifest import find_kernel
 from evenkv.pack.render import source_hash
@@ -101,7 +100,7 @@ class Judge:
             "peer_version": outcome.peer_version,
             "source_hash": self.provenance.hash_of(impl),
             "commit": self.provenance.commit,
-            "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "when": when(),
         }
         if outcome.status == "ok":
             assert outcome.graph_us and outcome.matched_copy_us

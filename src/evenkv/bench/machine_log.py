@@ -7,19 +7,17 @@ nothing takes on this GPU.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from evenkv.bench.case import Case
 from evenkv.bench.protocol import Outcome
-from evenkv.bench.record import append_lines
+from evenkv.bench.record import append_lines, when
 from evenkv.errors import EvenkvError
 
 
@@ -54,6 +52,7 @@ class CaseEntry(BaseModel):
 
 
 Entry = RunEntry | CaseEntry
+_LINE: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="kind")])
 
 
 def log_path(rows_path: Path) -> Path:
@@ -66,7 +65,7 @@ def log_run(rows_path: Path, gpu: str, copy_peak_gbps: float, launch_floor_us: f
     _append(
         rows_path,
         RunEntry(
-            when=_now(),
+            when=when(),
             gpu=gpu,
             copy_peak_gbps=round(copy_peak_gbps, 2),
             launch_floor_us=None if launch_floor_us is None else round(launch_floor_us, 3),
@@ -78,7 +77,7 @@ def log_case(rows_path: Path, case: Case, outcomes: Mapping[str, Outcome]) -> No
     """Append what the outcomes tell of the machine; nothing where they tell nothing."""
     seen = [o.temperature_c for o in outcomes.values() if o.temperature_c is not None]
     entry = CaseEntry(
-        when=_now(),
+        when=when(),
         case=case.name,
         temperature_c=(min(low for low, _ in seen), max(high for _, high in seen)) if seen else None,
         throttle_reasons=tuple(sorted({why for o in outcomes.values() for why in o.throttle_reasons})),
@@ -136,16 +135,10 @@ def _append(rows_path: Path, entry: Entry) -> None:
 
 def _parse(path: Path, number: int, line: str) -> Entry:
     try:
-        values = json.loads(line)
-        model = RunEntry if isinstance(values, dict) and values.get("kind") == "run" else CaseEntry
-        return model.model_validate(values)
-    except (ValueError, ValidationError) as error:
+        return _LINE.validate_json(line)
+    except ValidationError as error:
         said = str(error).splitlines()[0]
         raise EvenkvError(
             f"{path}, line {number}: not a line of this log: {said}.",
             "Move the file away, or remove the line.",
         ) from None
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,6 +1,6 @@
 """Spreads a run over a Ray cluster: one group of cases a task, one GPU a task; lost groups run again.
 
-Ray is optional (`pip install 'evenkv[ray]'`). Every node needs this package at the same commit, at the same
+Ray is optional, of the extra `ray`. Every node needs this package at the same commit, at the same
 path or installed: a task refuses when its kernel sources differ from the caller's.
 """
 
@@ -25,6 +25,7 @@ from evenkv.bench.record import Row, append_rows
 from evenkv.bench.run import DeviceLost, run_bench
 from evenkv.bench.shards import visible_gpus
 from evenkv.errors import EvenkvError
+from evenkv.evaluate.environment import INSTALL_RAY
 
 # Long enough that self-test and allocation are small beside it, short enough that a lost node costs little.
 GROUP_S = 60.0
@@ -291,7 +292,7 @@ def _connect(address: str, workers: int | None) -> Any:
     try:
         import ray
     except ImportError:
-        raise EvenkvError("--ray needs Ray.", "Install it: `pip install 'evenkv[ray]'`.") from None
+        raise EvenkvError("--ray needs Ray.", f"Install it: `{INSTALL_RAY}`.") from None
     # Tasks must find this package where it is not installed but lies on a path that all nodes have.
     environment = {"env_vars": {"PYTHONPATH": ":".join([str(Path(__file__).parents[2]), *_python_path()])}}
     options: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": "error"}

@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,6 +130,11 @@ class Row(BaseModel):
 def gpu_file_name(gpu: str) -> str:
     """`nvidia-h200` for "NVIDIA H200": a GPU's rows lie in `<this>.jsonl`."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def when() -> str:
+    """Now, as rows and the machine's log say it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,11 +54,22 @@ def failures(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-def settled_cases(rows: Iterable[Row], implementations: Sequence[str], provenance: Provenance) -> set[Case]:
-    """Cases that have a row of these sources for every implementation, on whatever GPU."""
+def settled_cases(
+    rows: Iterable[Row],
+    implementations: Sequence[str],
+    provenance: Provenance,
+    missing: Collection[str] = (),
+) -> set[Case]:
+    """Cases that have a row of these sources for every implementation, on whatever GPU.
+
+    Parameters
+    ----------
+    missing : collection of str
+        Implementations that are missing here: rows that say so settle the matter for these alone.
+    """
     found: dict[Case, set[str]] = {}
     for row in latest(rows):
-        if row.source_hash == provenance.hash_of(row.impl) and not _was_missing(row):
+        if row.source_hash == provenance.hash_of(row.impl) and _is_done(row, missing):
             found.setdefault(row.the_case(), set()).add(row.impl)
     return {case for case, names in found.items() if names >= set(implementations)}
 
@@ -292,7 +303,7 @@ def _present(path: Path, gpu: str, provenance: Provenance) -> dict[Key, Row]:
     }
 
 
-def _is_done(row: Row | None, missing: Mapping[str, str]) -> bool:
+def _is_done(row: Row | None, missing: Collection[str]) -> bool:
     """Whether a row of an earlier run settles the matter: one of a peer that has come since does not."""
     if row is None:
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from evenkv.cli.bench_many import on_gpus, on_ray
 from evenkv.cli.bench_options import (
     Options,
     budget_s,
-    cases_there,
     chosen_cases,
     out_path,
     parse_implementations,
@@ -33,8 +31,9 @@ from evenkv.cli.bench_options import (
     source_of,
     unsettled,
 )
-from evenkv.cli.bench_output import Plan, announce_plan, count_of, finish, print_cases
+from evenkv.cli.bench_output import Plan, announce_plan, finish, print_cases
 from evenkv.cli.output import print_json, progress_bar, stderr, stdout
+from evenkv.errors import count_of
 from evenkv.paths import Repository, find_repository
 
 
@@ -110,8 +109,6 @@ def bench(
         as_json,
     )
     check_device(device)
-    # A batch system ends a run so: finished rows stay and the workers end, as with Ctrl-C.
-    signal.signal(signal.SIGTERM, _interrupt)
     with warnings.catch_warnings():
         warnings.showwarning = _remarks()
         _bench(options, gpus, ray, list_cases, report)
@@ -155,10 +152,6 @@ def _remarks() -> Callable[..., None]:
     return show
 
 
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def _list(cases: Sequence[Any], options: Options, repository: Repository, on_cluster: bool) -> None:
     left = _left(cases, options, repository, on_cluster) if options.resume else cases
     if len(left) < len(cases):
@@ -171,6 +164,7 @@ def _left(cases: Sequence[Any], options: Options, repository: Repository, on_clu
     """What --resume would measure: the device says whose rows count."""
     from evenkv.bench.devices import open_device
     from evenkv.bench.record import load_rows
+    from evenkv.bench.run import settled_cases
 
     source = source_of(repository)
     if on_cluster:
@@ -183,14 +177,14 @@ def _left(cases: Sequence[Any], options: Options, repository: Repository, on_clu
     finally:
         device.close()
     rows = [row for row in load_rows(out_path(options, repository, gpu)) if row.gpu == gpu]
-    there = cases_there(rows, options.impl, source, missing)
+    there = settled_cases(rows, options.impl, source, missing)
     return [case for case in cases if case not in there]
 
 
 def _here(cases: Sequence[Any], options: Options, repository: Repository) -> None:
     from evenkv.bench.devices import open_device
     from evenkv.bench.record import load_rows
-    from evenkv.bench.run import run_bench
+    from evenkv.bench.run import run_bench, settled_cases
 
     source = source_of(repository)
     device = open_device(options.device)
@@ -203,7 +197,7 @@ def _here(cases: Sequence[Any], options: Options, repository: Repository) -> Non
 
         def announce(report: Any) -> None:
             own = [row for row in earlier if row.gpu == gpu] if options.resume else []
-            there = cases_there(own, options.impl, source, report.missing)
+            there = settled_cases(own, options.impl, source, report.missing)
             waiting = sum(case not in there for case in cases)
             more = {"copy_gbps": report.copy_peak_gbps, "modelled": options.standin}
             announce_plan(Plan(len(cases), waiting, options.impl, gpu, report.estimate, path, **more))

@@ -11,7 +11,6 @@ from typing import Any
 from evenkv.cli.bench_checks import check_rows, told_interruption
 from evenkv.cli.bench_options import (
     Options,
-    cases_there,
     out_path,
     out_shown,
     planned,
@@ -22,6 +21,7 @@ from evenkv.cli.bench_options import (
 )
 from evenkv.cli.bench_output import Plan, announce_plan, finish
 from evenkv.cli.output import progress_bar, stderr
+from evenkv.errors import count_of
 from evenkv.paths import Repository
 
 
@@ -68,6 +68,7 @@ def on_ray(address: str, cases: Sequence[Any], options: Options, repository: Rep
 def on_gpus(wanted: str, cases: Sequence[Any], options: Options, repository: Repository) -> None:
     """Measure the cases on GPUs of this machine, a process each; exit code 1 when one of them failed."""
     from evenkv.bench.plan import Estimate
+    from evenkv.bench.run import settled_cases
     from evenkv.bench.shards import choose_gpus, run_shards, visible_gpus
     from evenkv.bench.standin import GPU
     from evenkv.evaluate.environment import gpu_names
@@ -86,13 +87,12 @@ def on_gpus(wanted: str, cases: Sequence[Any], options: Options, repository: Rep
     # Which implementations are missing, only the processes find out: rows that say so count for all.
     kinds = {GPU} if options.standin else set(gpu_names())
     own = [row for row in before if row.gpu in kinds] if options.resume else []
-    there = cases_there(own, options.impl, source, options.impl)
+    there = settled_cases(own, options.impl, source, options.impl)
     waiting = [case for case in cases if case not in there]
     shares = [share_of(cases, number, len(chosen), options) for number in range(1, len(chosen) + 1)]
     each = [planned(options, [case for case in share if case not in there]) for share in shares]
     estimate = Estimate(max(e.seconds for e in each), min(e.iterations for e in each))
-    count = "1 GPU" if len(chosen) == 1 else f"{len(chosen)} GPUs"
-    where = f"{count} ({'standin' if options.standin else ', '.join(chosen)})"
+    where = f"{count_of(len(chosen), 'GPU')} ({'standin' if options.standin else ', '.join(chosen)})"
     rows_to = out_shown(options, repository)
     announce_plan(
         Plan(len(cases), len(waiting), options.impl, where, estimate, rows_to, modelled=options.standin)
@@ -101,7 +101,7 @@ def on_gpus(wanted: str, cases: Sequence[Any], options: Options, repository: Rep
         results = run_shards(_arguments(options), chosen, show)
     new = {path: rows[len(earlier.get(path, [])) :] for path, rows in _read(files()).items()}
     rows = [row for rows in new.values() for row in rows]
-    done = cases_there([*own, *rows], options.impl, source, options.impl)
+    done = settled_cases([*own, *rows], options.impl, source, options.impl)
     left = [case for case in cases if case not in done]
     paths = [path for path in new if new[path] or (there and earlier.get(path))]
     faults = [f"GPU {r.gpu} (shard {r.index}): {r.said}" for r in results if r.exit_code]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,27 +165,6 @@ def planned(options: Options, cases: Sequence[Any]) -> Any:
         return plan.estimate(measured, options.impl, budget_s(options), copy_gbps)
     seconds = plan.total_seconds(measured, options.impl, options.iterations, copy_gbps)
     return plan.Estimate(seconds, options.iterations)
-
-
-def cases_there(
-    rows: Iterable[Any], implementations: Sequence[str], source: Any, missing: Collection[str]
-) -> set[Any]:
-    """Cases that the rows, all of one kind of GPU, settle for --resume.
-
-    Parameters
-    ----------
-    missing : collection of str
-        Implementations that are missing there: rows that say so settle the matter for these alone.
-    """
-    from evenkv.bench.judge import MISSING
-    from evenkv.bench.record import latest
-
-    found: dict[Any, set[str]] = {}
-    for row in latest(rows):
-        is_missing = row.status == "refused" and (row.reason or "").startswith(MISSING)
-        if row.source_hash == source.hash_of(row.impl) and (not is_missing or row.impl in missing):
-            found.setdefault(row.the_case(), set()).add(row.impl)
-    return {case for case, names in found.items() if names >= set(implementations)}
 
 
 def unsettled(cases: Sequence[Any], rows: Iterable[Any], options: Options, source: Any) -> list[Any]:

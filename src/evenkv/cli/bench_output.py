@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from evenkv.cli.output import print_json, stderr, stdout
+from evenkv.errors import count_of
 
 _SHOWN = 10
 
@@ -30,11 +31,6 @@ class Plan:
     path: Path
     copy_gbps: float | None = None
     modelled: bool = False
-
-
-def count_of(number: int, what: str) -> str:
-    """`1 case`, `2 cases`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def print_cases(cases: Sequence[Any], as_json: bool) -> None:

@@ -31,7 +31,7 @@ class Part:
 # not have the FlashAttention-3 peer because only Hopper runs it.
 INSTALL = "pip install -c constraints.txt -e '.[test,bench]'"
 INSTALL_FA3 = "pip install tokenspeed-fa3==3.0.0.post20260810"
-_INSTALL_RAY = "pip install -c constraints.txt -e '.[ray]'"
+INSTALL_RAY = "pip install -c constraints.txt -e '.[ray]'"
 
 # (name shown, distribution, module, what for, remedy)
 _PACKAGES = (
@@ -43,7 +43,7 @@ _PACKAGES = (
     ("fa3", "tokenspeed-fa3", "flash_attn_interface", "FlashAttention-3 baseline", INSTALL_FA3),
     ("cupti-python", "cupti-python", "cupti", "CUPTI timing in `evenkv bench`", f"{INSTALL} (Linux only)"),
     ("matplotlib", "matplotlib", "matplotlib", "plots of `evenkv bench --report`", INSTALL),
-    ("ray", "ray", "ray", "`evenkv bench --ray` (optional)", _INSTALL_RAY),
+    ("ray", "ray", "ray", "`evenkv bench --ray` (optional)", INSTALL_RAY),
 )
 REQUIRED = ("python", "torch", "flashinfer-bench")
 

@@ -25,6 +25,7 @@ from evenkv.numerics.problem import TORCH_DTYPES
 # Pages that no request lists. A constant, so that a case is the same problem whatever the family's pool
 # holds.
 UNLISTED_PAGES = 3
+
 _SLAB_BYTES = 256 << 20
 
 
