@@ -58,6 +58,25 @@ def test_a_hung_process_is_killed_at_its_deadline(worker: Worker) -> None:
     assert worker.call("greet", name="b") == "hi b 1"
 
 
+def test_an_interrupted_command_leaves_no_answer_for_the_next(worker: Worker) -> None:
+    worker.call("greet", name="a")
+    worker.send("greet", name="late")
+    pipe = worker._pipe
+    assert pipe is not None
+
+    class Interrupted:
+        def poll(self, seconds: float) -> bool:
+            raise KeyboardInterrupt
+
+        close = pipe.close
+
+    worker._pipe = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        worker.receive()
+    assert not worker.alive
+    assert worker.call("greet", name="b") == "hi b 1"
+
+
 def test_a_handler_that_cannot_be_made_says_why() -> None:
     worker = Worker("peer", FACTORY, {"broken": True})
     with pytest.raises(WorkerFault, match="ValueError: cannot be made"):

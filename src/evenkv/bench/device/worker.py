@@ -120,6 +120,10 @@ class Worker:
             code = self._exit_code()
             self.kill()
             raise WorkerFault(f"the process died in {command} ({code})", gone=True) from None
+        except BaseException:
+            # Interrupted: the answer that is still to come would pass for the next command's.
+            self.kill()
+            raise
         if kind == "ok":
             return value
         if poisoned:
