@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -234,6 +235,10 @@ class SimulatedKeeper(keeper.Keeper):
         return None
 
 
+# Handlers of one process share what processes have for themselves, such as generators: they take turns.
+_turn = threading.RLock()
+
+
 class LocalLink:
     """A handler in this process behind the interface of `worker.Worker`."""
 
@@ -257,17 +262,18 @@ class LocalLink:
             self.generation += 1
 
     def call(self, command: str, **arguments: Any) -> Any:
-        self.start()
-        self._log.append((self.name, command))
-        try:
-            # Over a real pipe, everything is pickled.
-            answer = getattr(self.handler, command)(**pickle.loads(pickle.dumps(arguments)))
-        except Exception as error:
-            status, poisoned = self.handler.classify(error)
-            if poisoned:
-                self.kill()
-            raise WorkerFault(describe(error), status, gone=poisoned) from error
-        return pickle.loads(pickle.dumps(answer))
+        with _turn:
+            self.start()
+            self._log.append((self.name, command))
+            try:
+                # Over a real pipe, everything is pickled.
+                answer = getattr(self.handler, command)(**pickle.loads(pickle.dumps(arguments)))
+            except Exception as error:
+                status, poisoned = self.handler.classify(error)
+                if poisoned:
+                    self.kill()
+                raise WorkerFault(describe(error), status, gone=poisoned) from error
+            return pickle.loads(pickle.dumps(answer))
 
     def kill(self) -> None:
         self.handler = None
@@ -310,9 +316,13 @@ def run_case(
     owner = SimulatedKeeper(0, timer, machine=SimulatedGpu(timer))
     owner.allocate(inputs.pool_bytes(case), case.kv_bytes(), case.kv_dtype, seed=1)
     links: dict[str, LocalLink] = {}
+    choosy = set()
     for name, make in kernels.items():
         gpu = SimulatedGpu(timer, lose_records)
-        handler = subject.Subject(name, 0, timer, machine=gpu, implementation=make(gpu))
+        implementation = make(gpu)
+        if len(implementation.settings(case)) > 1:
+            choosy.add(name)
+        handler = subject.Subject(name, 0, timer, machine=gpu, implementation=implementation)
         handler._pools = tuple(owner._pools)
         links[name] = LocalLink(lambda handler=handler: handler, log, name)
     setup = Setup(
@@ -322,5 +332,6 @@ def run_case(
         clocks,
         timer,  # type: ignore[arg-type]
         random.Random(seed),
+        choosy,
     )
     return measure_case(case, 5, list(kernels), iterations, False, setup)

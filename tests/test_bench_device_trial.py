@@ -156,6 +156,34 @@ def test_when_all_are_wrong_the_race_ends() -> None:
     assert sum(command == "time_graph" for _, command in log) <= 2 * len(NAMES)
 
 
+def test_all_prepare_side_by_side_but_who_chooses_between_settings_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Chooses(Kernel):
+        def settings(self, case: Any) -> tuple[str, ...]:
+            return "slow", "quick"
+
+        def us_of(self, setting: str) -> float:
+            return 9.0 if setting == "slow" else 7.0
+
+    original, meeting, busy = LocalLink.call, threading.Barrier(3, timeout=20.0), []
+
+    def call(self: LocalLink, command: str, **arguments: Any) -> Any:
+        if command == "prepare" and self.name == "fa3":
+            assert not busy
+        elif command in ("prepare", "reference"):
+            busy.append(self.name)
+            meeting.wait()  # the baseline, ours and the owner's reference: each waits for the others
+            meeting.wait()
+            busy.remove(self.name)
+        return original(self, command, **arguments)
+
+    monkeypatch.setattr(LocalLink, "call", call)
+    outcomes = race(fa3=Chooses)
+    assert [outcome.status for outcome in outcomes.values()] == ["ok"] * 3
+    assert outcomes["fa3"].setting == "quick" and outcomes["fa3"].graph_us == 7.0
+
+
 class AtOnce:
     """An executor that does what it is given on the spot, in the parent's thread."""
 
@@ -168,13 +196,13 @@ class AtOnce:
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
+    def submit(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Future:
         future: Future = Future()
-        future.set_result(call(*arguments))
+        future.set_result(call(*arguments, **named))
         return future
 
 
-def test_draws_and_outcomes_are_those_of_judging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_and_outcomes_are_those_of_doing_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     original = LocalLink.call
 
     def commands(executor: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -192,7 +220,12 @@ def test_draws_and_outcomes_are_those_of_judging_at_once(monkeypatch: pytest.Mon
         return asked, {name: replace(outcome, host_us=None) for name, outcome in outcomes.items()}
 
     first, second = commands(None), commands(AtOnce)
-    assert first == second
+    assert first[1] == second[1]
+    # What comes before the first copy is done side by side: in whatever order, but the same.
+    for asked in (first[0], second[0]):
+        begin = next(number for number, (_, command, _) in enumerate(asked) if command == "matched_copy")
+        asked[:begin] = sorted(asked[:begin], key=repr)
+    assert first[0] == second[0]
     assert [first[1][name].status for name in NAMES] == ["refused", "ok", "wrong"]
 
 

@@ -6,6 +6,7 @@ implementation (`subject.Subject`), over the owner's memory. Only one of them us
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import warnings
@@ -181,6 +182,10 @@ class CudaDevice:
         present = {name: _Link(self, name) for name in able}
         if limit_of(able) and self._barred(BASELINE, case) is None:
             present.setdefault(BASELINE, _Link(self, BASELINE))
+        for name in present:
+            # Before they work side by side: the owner has its own work then, and shares with one at a time.
+            with contextlib.suppress(WorkerFault):  # the call that wants the pools says so
+                self._adopt(name)
         setup = Setup(
             present,
             self._keeper,
@@ -188,6 +193,7 @@ class CudaDevice:
             self._clocks.state,
             self._timer,
             self._rng,
+            {name for name in present if len(builds.make_implementation(name).settings(case)) > 1},
         )
         try:
             measured = measure_case(case, seed_of(case), able, iterations, warm, setup)
@@ -336,15 +342,9 @@ class CudaDevice:
         return Outcome("refused", failure) if failure is not None else None
 
     def _call_subject(self, name: str, command: str, arguments: Mapping[str, Any]) -> Any:
-        worker = self._subjects[name]
         try:
-            worker.start()
-            if self._adopted.get(name) != (worker.generation, self._pool_generation):
-                k_pool, v_pool = self._share()
-                dtype = self._family[0].kv_dtype
-                worker.call("adopt", k_pool=k_pool, v_pool=v_pool, kv_dtype=dtype)
-                self._adopted[name] = worker.generation, self._pool_generation
-            answer = worker.call(command, **arguments)
+            self._adopt(name)
+            answer = self._subjects[name].call(command, **arguments)
         except WorkerFault as fault:
             if fault.gone:
                 self._strikes[name] = self._strikes.get(name, 0) + 1
@@ -352,6 +352,15 @@ class CudaDevice:
         if command == "finish":
             self._strikes[name] = 0
         return answer
+
+    def _adopt(self, name: str) -> None:
+        """See to it that the process runs and has the family's pools."""
+        worker = self._subjects[name]
+        worker.start()
+        if self._adopted.get(name) != (worker.generation, self._pool_generation):
+            k_pool, v_pool = self._share()
+            worker.call("adopt", k_pool=k_pool, v_pool=v_pool, kv_dtype=self._family[0].kv_dtype)
+            self._adopted[name] = worker.generation, self._pool_generation
 
     def _share(self) -> tuple[bytes, bytes]:
         return self._ask_keeper("share")

@@ -1,7 +1,8 @@
 """One case on several implementations: right first, then timed in rounds that take turns.
 
 Runs in the parent and touches no GPU: it gives commands to the processes, judges what they hand over (a
-round's rows in a thread, while the GPU is busy with the next command), and turns it into outcomes.
+round's rows in a thread, while the GPU is busy with the next command), and turns it into outcomes. Nothing
+is timed before the rounds, so until then the processes work side by side.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ import numpy as np
 
 from evenkv.bench.case import Case
 from evenkv.bench.device.clocks import ClockState
-from evenkv.bench.device.correctness import Verdict, judge, sample_requests
+from evenkv.bench.device.correctness import Rows, Verdict, judge, sample_requests
 from evenkv.bench.device.spans import summary
 from evenkv.bench.device.verdict import hidden_work, throttling
 from evenkv.bench.device.worker import WorkerFault
@@ -61,6 +62,8 @@ class Setup:
     timer : "cupti" or "events"
     rng : Random
         Draws what no implementation may know: requests, timed calls and queries that are checked.
+    choosy : set of str
+        Implementations that choose between settings by trial calls: these want the GPU for themselves.
     """
 
     links: Mapping[str, Link]
@@ -69,6 +72,7 @@ class Setup:
     clocks: Callable[[], ClockState | None]
     timer: Timer
     rng: random.Random
+    choosy: Set[str] = frozenset()
 
 
 @dataclass
@@ -81,8 +85,8 @@ class _Reference:
     requests: list[int]
     checks: list[int]
     rounds: list[int]
-    outputs: dict[int, np.ndarray]
-    lses: dict[int, np.ndarray]
+    outputs: dict[int, np.ndarray] = field(default_factory=dict)
+    lses: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass
@@ -120,20 +124,24 @@ def measure_case(
     """
     requests = sample_requests(case.request_lengths(), case.num_kv_heads, setup.rng)
     draws = _draws(setup.rng, _CHECKS + ROUNDS)
-    outputs, lses = setup.keeper.call("reference", case=case, seed=seed, requests=requests, draws=draws)
-    reference = _Reference(
-        requests,
-        draws[:_CHECKS],
-        draws[_CHECKS:],
-        dict(zip(draws, outputs, strict=True)),
-        dict(zip(draws, lses, strict=True)),
-    )
+    reference = _Reference(requests, draws[:_CHECKS], draws[_CHECKS:])
     run = _CaseRun(case, seed, setup, reference, warm)
     # The baseline comes first: its own error is the others' limit, even where only they are measured.
-    if BASELINE not in implementations and BASELINE in setup.links and limit_of(implementations):
-        run.limit(BASELINE)
-    order = sorted(implementations, key=lambda name: name != BASELINE)
-    trials = [run.admit(name) for name in order]
+    limit = [BASELINE] if BASELINE in setup.links and limit_of(implementations) else []
+    names = list(dict.fromkeys([*limit, *implementations]))
+    with ThreadPoolExecutor(1 + len(names), thread_name_prefix="prepare") as pool:
+        answers = pool.submit(
+            setup.keeper.call, "reference", case=case, seed=seed, requests=requests, draws=draws
+        )
+        firsts = {name: pool.submit(run.first, name) for name in names if name not in setup.choosy}
+    outputs, lses = answers.result()
+    reference.outputs = dict(zip(draws, outputs, strict=True))
+    reference.lses = dict(zip(draws, lses, strict=True))
+    trials = [run.admit(name, firsts.get(name)) for name in names]
+    for trial in trials:
+        if trial.name not in implementations:
+            run.leave(trial)
+    trials = [trial for trial in trials if trial.name in implementations]
     copies = run.race(trials, -(-iterations // ROUNDS))
     for trial in trials:
         if trial.outcome is None:
@@ -148,30 +156,38 @@ class _CaseRun:
         self._cold = not warm
         self._baseline_error: float | None = None
 
-    def admit(self, name: str) -> _Trial:
-        """Prepare and check: whoever is wrong or refuses gets an outcome and is not timed."""
+    def first(self, name: str, left_out: Sequence[str] = ()) -> tuple[dict[str, Any], list[Rows]]:
+        """Prepare, and make the calls that are checked: what the process says of itself, and their rows.
+
+        The baseline makes several, others the first of them.
+        """
+        link = self._setup.links[name]
+        info = link.call("prepare", case=self._case, seed=self._seed, leave_out=tuple(left_out))
+        draws = self._reference.checks if name == BASELINE else self._reference.checks[:1]
+        return info, [link.call("check", draw=draw, requests=self._reference.requests) for draw in draws]
+
+    def admit(self, name: str, first: Future[tuple[dict[str, Any], list[Rows]]] | None) -> _Trial:
+        """Judge what `first` gave, or call it: who is wrong or refuses gets an outcome and is not timed."""
         trial = _Trial(name, self._setup.links[name])
         left_out: list[str] = []
         wrong: Outcome | None = None
         while True:
             try:
-                trial.info = trial.link.call(
-                    "prepare", case=self._case, seed=self._seed, leave_out=tuple(left_out)
-                )
-                verdict = self._check(trial)
+                trial.info, rows = first.result() if first else self.first(name, left_out)
             except WorkerFault as fault:
                 # A setting that gives wrong results makes way for the next; when none is left, it counts.
                 trial.outcome = wrong or self._outcome(trial, fault.status, fault.reason)
                 return trial
+            verdict = self._check(trial, rows)
             if not verdict.faults:
                 trial.verdict = verdict
                 return trial
             wrong = wrong or self._wrong(trial, verdict, "")
             left_out.append(trial.info["setting"])
+            first = None
 
-    def limit(self, name: str) -> None:
-        """Check it for the sake of its error, which limits the others'; whatever it does, it is not timed."""
-        trial = self.admit(name)
+    def leave(self, trial: _Trial) -> None:
+        """Of the baseline where it was only checked: whatever it did, it is not timed."""
         if trial.outcome is None:
             with contextlib.suppress(WorkerFault):
                 trial.link.call("finish")
@@ -258,15 +274,12 @@ class _CaseRun:
             setting=trial.info["setting"],
         )
 
-    def _check(self, trial: _Trial) -> Verdict:
-        """The baseline is checked on several queries, others on the first of them.
-
-        Rows give the error on that one, so that errors compare: of more queries the largest is larger.
-        """
-        verdicts = []
-        for draw in self._reference.checks if trial.name == BASELINE else self._reference.checks[:1]:
-            rows = trial.link.call("check", draw=draw, requests=self._reference.requests)
-            verdicts.append(self._judge(trial, rows, draw, range(len(self._reference.requests))))
+    def _check(self, trial: _Trial, checked: Sequence[Rows]) -> Verdict:
+        """Of all checks; errors are those on the first one's queries, so that implementations compare."""
+        verdicts = [
+            self._judge(trial, rows, draw, range(len(self._reference.requests)))
+            for draw, rows in zip(self._reference.checks, checked, strict=False)
+        ]
         for verdict in verdicts:
             if verdict.faults:
                 return verdict

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -57,6 +58,7 @@ class Worker:
         self._process: Any = None
         self._pipe: Connection | None = None
         self._pending: tuple[str, float] | None = None
+        self._turn = threading.Lock()
 
     @property
     def alive(self) -> bool:
@@ -86,15 +88,16 @@ class Worker:
         self.receive()
 
     def call(self, command: str, *, deadline_s: float | None = None, **arguments: Any) -> Any:
-        """Run a command and wait for its answer.
+        """Run a command and wait for its answer; calls of several threads wait for one another.
 
         Raises
         ------
         WorkerFault
             With the handler's reason, or saying that the process died or was killed at its deadline.
         """
-        self.send(command, deadline_s=deadline_s, **arguments)
-        return self.receive()
+        with self._turn:
+            self.send(command, deadline_s=deadline_s, **arguments)
+            return self.receive()
 
     def send(self, command: str, *, deadline_s: float | None = None, **arguments: Any) -> None:
         """Begin a command; `receive` must follow. Lets several processes work at once."""
