@@ -1,7 +1,8 @@
 """`evenkv.bench.protocol.Device` on one NVIDIA GPU.
 
 The parent makes no CUDA context. One process owns the inputs (`keeper.Keeper`), one each runs an
-implementation (`subject.Subject`), over the owner's memory. Only one of them uses the GPU at a time.
+implementation (`subject.Subject`), over the owner's memory. Only one of them uses the GPU while times are
+taken.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from evenkv.bench.case import Case
-from evenkv.bench.device import builds, selftest
+from evenkv.bench.device import builds, memory, selftest
 from evenkv.bench.device.clocks import Clocks
 from evenkv.bench.device.inputs import pool_bytes, seed_of
 from evenkv.bench.device.trial import BASELINE, Setup, limit_of, measure_case, patient
 from evenkv.bench.device.worker import Worker, WorkerFault
 from evenkv.bench.protocol import DeviceFacts, DeviceLost, Outcome
-from evenkv.bench.record import IMPLEMENTATIONS, Timer
+from evenkv.bench.record import IMPLEMENTATIONS, OURS, Timer
 from evenkv.errors import EvenkvError
 from evenkv.evaluate.environment import driver_version
 from evenkv.evaluate.table import DATASHEET_BANDWIDTH
@@ -31,11 +32,6 @@ DEADLINE_S = 60.0
 # An implementation whose process had to be killed as often, one case after the other, gets no more of them.
 STRIKES = 3
 
-# What may stay allocated between families: in the owner's process, and in an implementation's (workspaces).
-_LEFTOVER_BYTES = 256 << 20
-_WORKER_BYTES = 2 << 30
-# Beyond what processes say that they hold: kernels are loaded as they are used, and take memory, too.
-_UNACCOUNTED_BYTES = 4 << 30
 _POOL_SEED = 20260101
 _FLOOR_CALLS = 20
 
@@ -105,12 +101,12 @@ class CudaDevice:
     def self_test(self) -> list[str]:
         self._start()
         copy = self.copy_peak_gbps()
-        memory = selftest.CopyMemory(
+        remembered = selftest.CopyMemory(
             cache_folder() / "bench" / "copy-peak.json", f"{self._facts['uuid']} {self._timer}"
         )
         known = DATASHEET_BANDWIDTH.get(self._facts["gpu"])
         peak = known / 1e9 if known else self._clocks.memory_peak_gbps()
-        faults = selftest.self_test(self._keeper.call, copy, self._timer, peak, memory)
+        faults = selftest.self_test(self._keeper.call, copy, self._timer, peak, remembered)
         if self._clocks.state() is None:
             faults.append(f"clocks cannot be read ({self._clocks.reason})")
         return faults
@@ -155,10 +151,7 @@ class CudaDevice:
         """
         if implementations is not None:
             self._wanted = tuple(implementations)
-        wanted = {*self._wanted, *limit_of(self._wanted)}
-        known = self.implementations()
-        present = [name for name in IMPLEMENTATIONS if name in wanted and known[name] is None]
-        jobs = builds.build_jobs(cases, present, self._built)
+        jobs = builds.build_jobs(cases, self._present(), self._built)
         self._built |= builds.build_all(jobs, self._index, progress)
 
     def begin_family(self, cases: Sequence[Case]) -> None:
@@ -166,6 +159,8 @@ class CudaDevice:
             raise EvenkvError("A family has one kv_dtype.", "Begin a family for each of them.")
         self.build(cases)
         self._family = list(cases)
+        with ThreadPoolExecutor(len(IMPLEMENTATIONS)) as pool:  # those that were ended after the last family
+            list(pool.map(self._wake, self._present()))
         if self._free_at_start is None:
             self._free_at_start = self._ask_keeper("free_bytes")
         self._allocate()
@@ -210,16 +205,16 @@ class CudaDevice:
         return {name: outcome for name, outcome in found.items() if outcome is not None}
 
     def end_family(self) -> None:
-        alive = [worker for worker in self._subjects.values() if worker.alive]
+        alive = {name: worker for name, worker in self._subjects.items() if worker.alive}
         with ThreadPoolExecutor(max(1, len(alive))) as pool:  # nothing is timed: side by side
-            held = sum(pool.map(_release, alive))
+            held = dict(zip(alive, pool.map(memory.release, alive.values()), strict=True))
         self._adopted.clear()
         self._family, self._pool = [], 0
         try:
             leftover = self._keeper.call("free")
         except WorkerFault:
-            leftover = _LEFTOVER_BYTES + 1
-        if leftover > _LEFTOVER_BYTES:
+            leftover = memory.LEFTOVER_BYTES + 1
+        if leftover > memory.LEFTOVER_BYTES:
             # A process that was killed never let go of the pools: they end with their owner's process.
             self._restart_keeper()
         self._check_freed(held)
@@ -234,14 +229,25 @@ class CudaDevice:
 
     # -- inside
 
-    def _check_freed(self, held: int) -> None:
-        """Whether the GPU itself has the family's memory back; every process starts anew when it has not."""
-        lost = (self._free_at_start or 0) - self._ask_keeper("free_bytes") - held
-        if lost <= _UNACCOUNTED_BYTES:
+    def _check_freed(self, held: dict[str, int]) -> None:
+        """Whether the GPU itself has the family's memory back; processes start anew when it has not.
+
+        `held`: by implementation, the bytes that torch still has in its process.
+        """
+
+        def lost() -> int:
+            return (self._free_at_start or 0) - self._ask_keeper("free_bytes") - sum(held.values())
+
+        if lost() <= memory.SCRATCH_BYTES:
+            return
+        for name in OURS:
+            self._subjects[name].kill()
+            held.pop(name, None)
+        if (still := lost()) <= memory.UNACCOUNTED_BYTES:
             return
         warnings.warn(
-            f"GPU {self._index}: {lost / 2**30:.1f} GiB are not free after a family and no process says that "
-            "it holds them; all processes start anew.",
+            f"GPU {self._index}: {still / 2**30:.1f} GiB are not free after a family and no process says "
+            "that it holds them; all processes start anew.",
             stacklevel=3,
         )
         for worker in self._subjects.values():
@@ -284,6 +290,15 @@ class CudaDevice:
         self._keeper, self._timer, self._facts = keeper, timer, facts
         if self._clocks is None:
             self._clocks = Clocks(facts["uuid"], self._index)
+
+    def _present(self) -> list[str]:
+        """Implementations that will be called and are not missing."""
+        wanted, known = {*self._wanted, *limit_of(self._wanted)}, self.implementations()
+        return [name for name in IMPLEMENTATIONS if name in wanted and known[name] is None]
+
+    def _wake(self, name: str) -> None:
+        with contextlib.suppress(WorkerFault):  # the first call tells
+            self._subjects[name].start()
 
     def _describe(self, name: str) -> tuple[str | None, str | None]:
         try:
@@ -364,21 +379,6 @@ class CudaDevice:
 
     def _share(self) -> tuple[bytes, bytes]:
         return self._ask_keeper("share")
-
-
-def _release(worker: Any) -> int:
-    """Let an implementation's process give its memory back; the process goes when it does not.
-
-    Returns the bytes that it still holds.
-    """
-    try:
-        held = worker.call("release")
-    except WorkerFault:
-        held = _WORKER_BYTES + 1
-    if held > _WORKER_BYTES:
-        worker.kill()
-        return 0
-    return held
 
 
 class _Link:

@@ -71,7 +71,6 @@ class Subject:
         self._implementation = implementation or make_implementation(name)
         self._pools: tuple[torch.Tensor, torch.Tensor] | None = None
         self._running: _Running | None = None
-        self._outside_bytes = 0  # taken from the driver behind torch's back: our kernels' scratch, say
 
     def classify(self, error: Exception) -> tuple[str, bool]:
         return self._machine.classify(error)
@@ -92,10 +91,10 @@ class Subject:
         self._pools = adopt(k_pool, kv_dtype), adopt(v_pool, kv_dtype)
 
     def release(self) -> int:
-        """Let go of the pools and of all memory; gives the bytes that the process still holds."""
+        """Let go of the pools and of all memory; gives the bytes that torch still has here."""
         self._running = self._pools = None
         self._machine.collect()
-        return self._machine.held_bytes() + self._outside_bytes
+        return self._machine.held_bytes()
 
     def prepare(self, case: Case, seed: int, leave_out: Sequence[str] = ()) -> dict[str, Any]:
         """Draw the inputs, plan, capture; of several settings keep the fastest.
@@ -121,14 +120,6 @@ class Subject:
             raise Refused(reason)
         if self._machine.held_bytes() > _TIDY_BYTES:
             self._machine.collect()
-        before = self._machine.free_bytes() + self._machine.held_bytes()
-        facts = self._prepare(case, seed, leave_out)
-        after = self._machine.free_bytes() + self._machine.held_bytes()
-        self._outside_bytes = max(0, self._outside_bytes + before - after)
-        return facts
-
-    def _prepare(self, case: Case, seed: int, leave_out: Sequence[str]) -> dict[str, Any]:
-        assert self._pools is not None
         tensors = build_tensors(case, *self._pools, seed)
         settings = [s for s in self._implementation.settings(case) if s not in leave_out]
         tried: list[tuple[float, _Running]] = []
