@@ -40,7 +40,7 @@ def test_a_family_is_measured_and_freed(world: World, tmp_path: Any, monkeypatch
     monkeypatch.setenv("EVENKV_CACHE", str(tmp_path))
     device = world.device()
     assert device.facts().gpu == "Simulated" and device.facts().datasheet_gbps == 4900.0
-    assert device.self_test() == []
+    assert device.self_test() == [] and device.read_peak_gbps() > 0
     assert dict(device.implementations()) == dict.fromkeys(IMPLEMENTATIONS)
     small, large = BF16, replace(BF16, lengths=(100, 50, 7))
     device.begin_family([small, large])

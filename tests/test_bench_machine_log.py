@@ -46,7 +46,9 @@ def test_a_run_appends_what_it_saw(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     run(path, Warm())
     begin, first, second = load_log(path)
-    assert isinstance(begin, RunEntry) and begin.gpu == "standin" and begin.launch_floor_us
+    assert (
+        isinstance(begin, RunEntry) and begin.gpu == "standin" and begin.launch_floor_us and begin.read_gbps
+    )
     assert isinstance(first, CaseEntry) and first.case == FIRST.name
     assert first.temperature_c == (40.0, 61.0) and first.throttle_reasons == ()
     assert first.plan_us == {"flashinfer-tc": 30.0} and first.settings == {"fa3": "16 splits"}
@@ -61,6 +63,7 @@ def test_the_page_and_the_plot_tell_of_it(tmp_path: Path) -> None:
     entries = load_log(path)
     said = describe(entries)
     assert said is not None and "40 to 61 degrees Celsius" in said
+    assert "a plain reduction reads at 4250 GB/s" in said
     assert "throttled: power brake in 1 cases" in said
     assert "flashinfer-tc plans for 35 us on the host (median of 2)" in said
     assert launch_floor_us(entries) == StandIn().launch_floor_us()
@@ -81,7 +84,7 @@ def test_cut_lines_are_left_out_and_others_are_named(tmp_path: Path) -> None:
     log.write_text(whole + '{"kind":"case","wh')
     assert len(load_log(path)) == 3
     with pytest.warns(TornLineWarning, match="removed"):
-        machine_log.log_run(path, "standin", 4000.0, None)
+        machine_log.log_run(path, "standin", 4000.0, None, None)
     assert len(load_log(path)) == 4, "the cut line is gone"
     log.write_text(whole + '{"kind":"case"}\n')
     with pytest.raises(EvenkvError, match=r"x\.machine\.log, line 4"):

@@ -22,7 +22,11 @@ from evenkv.errors import EvenkvError
 
 
 class RunEntry(BaseModel):
-    """The start of a run. `launch_floor_us` is a kernel that does nothing, by the rows' timer, L2 cold."""
+    """The start of a run. `launch_floor_us` is a kernel that does nothing, by the rows' timer, L2 cold.
+
+    `read_gbps` is what a plain reduction of torch reads: cards of one name differ in it, and what reads a
+    cache feels that more than the copy does. Older lines have none.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,6 +35,7 @@ class RunEntry(BaseModel):
     gpu: str
     copy_peak_gbps: float
     launch_floor_us: float | None
+    read_gbps: float | None = None
 
 
 class CaseEntry(BaseModel):
@@ -60,7 +65,13 @@ def log_path(rows_path: Path) -> Path:
     return rows_path.with_name(f"{rows_path.stem}.machine.log")
 
 
-def log_run(rows_path: Path, gpu: str, copy_peak_gbps: float, launch_floor_us: float | None) -> None:
+def log_run(
+    rows_path: Path,
+    gpu: str,
+    copy_peak_gbps: float,
+    launch_floor_us: float | None,
+    read_gbps: float | None,
+) -> None:
     """Append the start of a run."""
     _append(
         rows_path,
@@ -69,6 +80,7 @@ def log_run(rows_path: Path, gpu: str, copy_peak_gbps: float, launch_floor_us: f
             gpu=gpu,
             copy_peak_gbps=round(copy_peak_gbps, 2),
             launch_floor_us=None if launch_floor_us is None else round(launch_floor_us, 3),
+            read_gbps=None if read_gbps is None else round(read_gbps, 1),
         ),
     )
 
@@ -115,6 +127,8 @@ def describe(entries: Sequence[Entry]) -> str | None:
     parts = []
     if floor := launch_floor_us(entries):
         parts.append(f"a kernel that does nothing takes {floor:.1f} us")
+    if reads := [e.read_gbps for e in entries if isinstance(e, RunEntry) and e.read_gbps]:
+        parts.append(f"a plain reduction reads at {statistics.median(reads):.0f} GB/s")
     if warm := [entry.temperature_c for entry in cases if entry.temperature_c]:
         low, high = min(low for low, _ in warm), max(high for _, high in warm)
         parts.append(f"{low:.0f} to {high:.0f} degrees Celsius")

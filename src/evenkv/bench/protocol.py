@@ -95,6 +95,10 @@ class Device(Protocol):
         """Microseconds of a kernel that does nothing, by the timer of the rows, L2 cold."""
         ...
 
+    def read_peak_gbps(self) -> float | None:
+        """1e9 bytes a second that a plain reduction reads at peak size: cards of one name differ in it."""
+        ...
+
     def build(
         self, cases: Sequence[Case], progress: Callable[[str, float], None], implementations: Sequence[str]
     ) -> None:

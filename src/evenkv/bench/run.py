@@ -155,7 +155,7 @@ def run_bench(
     announce(report)
 
     if waiting:
-        log_run(path, facts.gpu, copy_gbps, device.launch_floor_us())
+        log_run(path, facts.gpu, copy_gbps, device.launch_floor_us(), device.read_peak_gbps())
     run = _Run(device, Judge(facts, copy_gbps, provenance, warm), path, report, todo, progress)
     for case in waiting:
         if grid.is_skipped(case):

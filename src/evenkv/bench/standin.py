@@ -66,6 +66,9 @@ class StandIn:
     def launch_floor_us(self) -> float:
         return _LAUNCH_US
 
+    def read_peak_gbps(self) -> float:
+        return _COPY_GBPS
+
     def build(
         self, cases: Sequence[Case], progress: Callable[[str, float], None], implementations: Sequence[str]
     ) -> None:

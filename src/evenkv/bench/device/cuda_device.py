@@ -136,6 +136,10 @@ class CudaDevice:
         self._start()
         return statistics.median(self._ask_keeper("probe_empty", count=_FLOOR_CALLS))
 
+    def read_peak_gbps(self) -> float:
+        self._start()
+        return self._ask_keeper("read_peak")
+
     def build(
         self,
         cases: Sequence[Case],

@@ -111,6 +111,13 @@ class Keeper:
         self._machine.collect()
         return gbps(size, statistics.median(times))
 
+    def read_peak(self) -> float:
+        """1e9 bytes a second that torch's reduction reads, 4 GiB or what the copy has each way."""
+        size = peak_bytes(self._machine.free_bytes())
+        times = self.probe_read(size, _PEAK_REPEATS, cold=True)
+        self._machine.collect()
+        return size / statistics.median(times) / 1e3
+
     def matched_copy(self, kv_bytes: int, count: int, cold: bool) -> list[float]:
         """Microseconds of copies that move `kv_bytes`: half read, half written."""
         assert self._buffer is not None
