@@ -189,6 +189,26 @@ def test_a_failed_owner_is_restarted_once_and_then_the_device_is_lost(world: Wor
         device.measure(BF16, FEW, 5, False)
 
 
+@pytest.mark.parametrize("where", ["prepare", "check", "time_graph", "time_host"])
+def test_who_interrupts_waits_for_no_process(
+    world: World, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = world.device()
+    device.begin_family([BF16])
+    original = world.links["fa3"].call
+
+    def call(command: str, **arguments: Any) -> Any:
+        if command == where:
+            raise KeyboardInterrupt
+        return original(command, **arguments)
+
+    monkeypatch.setattr(world.links["fa3"], "call", call)
+    with pytest.raises(KeyboardInterrupt):
+        device.measure(BF16, (*FEW, "fa3"), 5, False)
+    assert not any(world.links[name].alive for name in (*FEW, "fa3")) and world.links["keeper"].alive
+    device.end_family()
+
+
 def test_memory_that_does_not_come_back_ends_with_its_process(world: World) -> None:
     class Leaky(SimulatedKeeper):
         def free(self) -> int:

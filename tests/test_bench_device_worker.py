@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -75,6 +76,14 @@ def test_an_interrupted_command_leaves_no_answer_for_the_next(worker: Worker) ->
         worker.receive()
     assert not worker.alive
     assert worker.call("greet", name="b") == "hi b 1"
+
+
+def test_calls_of_several_threads_wait_for_one_another(worker: Worker) -> None:
+    names = [str(number) for number in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda name: worker.call("greet", name=name), names))
+    assert [answer.split()[1] for answer in answers] == names
+    assert sorted(int(answer.split()[2]) for answer in answers) == list(range(1, 41))
 
 
 def test_a_handler_that_cannot_be_made_says_why() -> None:

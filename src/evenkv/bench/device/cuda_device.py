@@ -196,6 +196,10 @@ class CudaDevice:
         )
         try:
             measured = measure_case(case, seed_of(case), able, iterations, warm, setup)
+        except KeyboardInterrupt:
+            for worker in self._subjects.values():
+                worker.kill()  # some are at work still: nobody waits for a peer that hangs
+            raise
         except WorkerFault as fault:
             if fault.status == "oom":
                 return {name: Outcome("oom", f"the reference: {fault.reason}") for name in implementations}

@@ -111,36 +111,43 @@ class Worker:
     def receive(self) -> Any:
         """The answer to the last `send`."""
         assert self._pipe is not None and self._pending is not None
+        process, pipe = self._process, self._pipe
         command, until = self._pending
         self._pending = None
         begun = time.monotonic()
         try:
-            if not self._pipe.poll(max(0.0, until - begun)):
-                self.kill()
+            if not pipe.poll(max(0.0, until - begun)):
+                self._kill(process)
                 raise WorkerFault(f"killed: {command} did not end before its deadline", gone=True)
-            kind, value, poisoned = self._pipe.recv()
+            kind, value, poisoned = pipe.recv()
         except (EOFError, OSError):
-            code = self._exit_code()
-            self.kill()
+            code = _exit_code(process)
+            self._kill(process)
             raise WorkerFault(f"the process died in {command} ({code})", gone=True) from None
         except BaseException:
             # Interrupted: the answer that is still to come would pass for the next command's.
-            self.kill()
+            self._kill(process)
             raise
         if kind == "ok":
             return value
         if poisoned:
             # Nothing that this CUDA context does can be trusted any more.
-            self.kill()
+            self._kill(process)
         raise WorkerFault(value, status=kind, gone=poisoned)
 
     def kill(self) -> None:
         """SIGKILL: a child that waits for a kernel that never ends hears nothing milder."""
-        if self._process is not None:
-            if self._process.pid is not None and self._process.is_alive():
-                os.kill(self._process.pid, signal.SIGKILL)
-            self._process.join(_END_SECONDS)
-        self._forget()
+        self._kill(self._process)
+
+    def _kill(self, process: Any) -> None:
+        """The child `process`; another that has taken its place meanwhile lives on."""
+        if process is not None:
+            if process.pid is not None and process.is_alive():
+                with contextlib.suppress(ProcessLookupError):  # another thread was quicker
+                    os.kill(process.pid, signal.SIGKILL)
+            process.join(_END_SECONDS)
+        if self._process is process:
+            self._forget()
 
     def end(self) -> None:
         """Ask the child to leave, then kill it."""
@@ -149,13 +156,6 @@ class Worker:
                 self._pipe.send(None)
             self._process.join(_END_SECONDS)
         self.kill()
-
-    def _exit_code(self) -> str:
-        self._process.join(_END_SECONDS)
-        code = self._process.exitcode
-        if code is None:
-            return "no exit code"
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def _forget(self) -> None:
         if self._pipe is not None:
@@ -190,6 +190,14 @@ def _serve(pipe: Connection, factory: str, arguments: dict[str, Any]) -> None:
         pipe.send(answer)
         if answer[2]:
             _leave(1)
+
+
+def _exit_code(process: Any) -> str:
+    process.join(_END_SECONDS)
+    code = process.exitcode
+    if code is None:
+        return "no exit code"
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _leave(code: int) -> NoReturn:
