@@ -82,7 +82,7 @@ def test_a_lost_group_runs_again_on_another_node(address, tmp_path):
         path = Path(f"{log}-{os.getpid()}.jsonl")
         chosen = [Case.from_json(each) for each in cases]
         made = run_bench(StandIn(), chosen, job.implementations, path, provenance=job.provenance)
-        return [row.model_dump(mode="json") for row in made.rows]
+        return ray_pool.Measured([row.model_dump(mode="json") for row in made.rows], [])
 
     job = ray_pool.Job("standin", IMPLEMENTATIONS, 100, False, SOURCE)
     path = tmp_path / "x.jsonl"

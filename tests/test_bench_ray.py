@@ -11,6 +11,7 @@ pytest.importorskip("ray")
 
 from evenkv.bench import grid, plan, ray_pool  # noqa: E402
 from evenkv.bench.judge import provenance  # noqa: E402
+from evenkv.bench.machine_log import RunEntry, load_log  # noqa: E402
 from evenkv.bench.record import IMPLEMENTATIONS, load_rows  # noqa: E402
 from evenkv.paths import find_repository  # noqa: E402
 
@@ -49,6 +50,8 @@ def test_groups_run_on_the_cluster_and_rows_are_merged(cluster, tmp_path):
     assert {(r.the_case(), r.impl) for r in rows} == {(c, i) for c in cases for i in IMPLEMENTATIONS}
     assert sum(r.status == "skipped" for r in rows) == 6
     assert {r.commit for r in rows} == {"f" * 40}
+    log = load_log(tmp_path / "standin.jsonl")
+    assert log and all(isinstance(entry, RunEntry) and entry.gpu == "standin" for entry in log)
 
 
 def test_a_node_with_other_sources_refuses(cluster, tmp_path):
@@ -77,7 +80,7 @@ def test_the_groups_of_a_lost_node_run_again(cluster, tmp_path):
         chosen = [Case.from_json(each) for each in cases]
         path = Path(f"{flag}-{os.getpid()}-{len(cases)}.jsonl")
         made = run_bench(StandIn(), chosen, the_job.implementations, path, provenance=the_job.provenance)
-        return [each.model_dump(mode="json") for each in made.rows]
+        return ray_pool.Measured([each.model_dump(mode="json") for each in made.rows], [])
 
     report = ray_pool.run_on_ray(
         "local", job(SOURCE), CASES, lambda gpu: tmp_path / "x.jsonl", measure=dies_once, workers=1

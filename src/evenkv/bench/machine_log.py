@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -141,6 +141,12 @@ def describe(entries: Sequence[Entry]) -> str | None:
         took = f"{statistics.median(plans):.0f} us on the host (median of {len(plans)})"
         parts.append(f"{name} plans for {took}")
     return f"The machine: {'; '.join(parts)}." if parts else None
+
+
+def append_log(rows_path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Append lines of another run's log, as plain objects."""
+    for entry in entries:
+        _append(rows_path, _LINE.validate_python(entry))
 
 
 def _append(rows_path: Path, entry: Entry) -> None:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from evenkv.bench import plan
 from evenkv.bench.case import Case
 from evenkv.bench.judge import Provenance
+from evenkv.bench.machine_log import append_log, load_log
 from evenkv.bench.record import Row, append_rows
 from evenkv.bench.run import DeviceLost, run_bench
 from evenkv.bench.shards import visible_gpus
@@ -102,11 +103,19 @@ class Nodes:
         self._lost[node] = self._lost.get(node, 0) + 1 if lost else 0
 
 
-Measure = Callable[[Job, list[dict]], list[dict]]
+@dataclass(frozen=True)
+class Measured:
+    """What a task returns: rows and the machine's log (`machine_log`), as plain objects."""
+
+    rows: list[dict]
+    log: list[dict]
 
 
-def measure_group(job: Job, cases: list[dict]) -> list[dict]:
-    """One task: measure the cases on this node's GPU and return their rows as plain objects.
+Measure = Callable[[Job, list[dict]], Measured]
+
+
+def measure_group(job: Job, cases: list[dict]) -> Measured:
+    """One task: measure the cases on this node's GPU.
 
     Raises
     ------
@@ -123,16 +132,18 @@ def measure_group(job: Job, cases: list[dict]) -> list[dict]:
     device = open_device(job.device)
     try:
         with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.jsonl"
             report = run_bench(
                 device,
                 [Case.from_json(case) for case in cases],
                 job.implementations,
-                Path(folder) / "rows.jsonl",
+                path,
                 provenance=job.provenance,
                 iterations=job.iterations,
                 warm=job.warm,
             )
-        return [row.model_dump(mode="json") for row in report.rows]
+            log = [entry.model_dump(mode="json") for entry in load_log(path)]
+        return Measured([row.model_dump(mode="json") for row in report.rows], log)
     finally:
         device.close()
 
@@ -275,15 +286,17 @@ class _Pool:
     def _collect(self, reference: Any, group: _Group, report: PoolReport) -> bool:
         """Append the task's rows; False when it was lost."""
         try:
-            rows = [Row.model_validate(row) for row in self._ray.get(reference)]
+            measured = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             report.lost.append(f"{group.cases[0].name} and {len(group.cases) - 1} more: {_why(error)}")
             return False
+        rows = [Row.model_validate(row) for row in measured.rows]
         by_gpu: dict[str, list[Row]] = {}
         for row in rows:
             by_gpu.setdefault(row.gpu, []).append(row)
         for gpu, own in by_gpu.items():
             append_rows(self._path_of(gpu), own)
+            append_log(self._path_of(gpu), measured.log)
         report.rows += rows
         return True
 
