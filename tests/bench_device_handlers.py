@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -40,6 +41,10 @@ class Handler:
 
     def hang(self) -> None:
         time.sleep(600)
+
+    def make_a_lock(self) -> None:
+        """As tqdm does at its first bar."""
+        self.memory.append(multiprocessing.RLock())
 
 
 def simulated_subject(name: str, case: Any) -> Any:

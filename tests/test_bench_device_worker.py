@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +102,22 @@ def test_end_leaves_no_process(worker: Worker) -> None:
     process = worker._process
     worker.end()
     assert not process.is_alive() and not worker.alive
+
+
+def test_locks_that_a_library_made_are_not_reported_as_leaked(tmp_path: Path) -> None:
+    # Whoever is left to tidy up warns when the parent ends: seen in its process alone.
+    script = f"""
+from evenkv.bench.device.worker import Worker
+if __name__ == "__main__":
+    worker = Worker("peer", {FACTORY!r})
+    worker.call("make_a_lock")
+    worker.end()
+    print("done")
+"""
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent / "src")])
+    file = tmp_path / "parent.py"
+    file.write_text(script)
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "done\n" and done.stderr == ""

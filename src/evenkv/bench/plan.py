@@ -17,7 +17,7 @@ from evenkv.errors import EvenkvError
 
 DEFAULT_COPY_GBPS = 4250.0
 # Time that a plan without --minutes aims at: the whole protocol in under 25 minutes, the smoke test in one.
-# What is left of them is for the start (processes, self-test, builds: 26 to 72 s) and for an estimate that errs.
+# What is left of them is for the start (processes, self-test, builds: 26 to 72 s) and what estimates miss.
 FULL_BUDGET_S = 22 * 60.0
 SMOKE_BUDGET_S = 45.0
 

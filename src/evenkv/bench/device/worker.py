@@ -166,6 +166,9 @@ class Worker:
 def _serve(pipe: Connection, factory: str, arguments: dict[str, Any]) -> None:
     # Ctrl-C goes to the whole group: the parent decides when a child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Started by "spawn", a child gives locks (tqdm makes one) a name for others of its kind, and whoever is
+    # left warns of a leak when it ends at once, as here. By the platform's own method they have no name.
+    multiprocessing.set_start_method(None, force=True)
     try:
         module, _, name = factory.partition(":")
         handler = getattr(importlib.import_module(module), name)(**arguments)
