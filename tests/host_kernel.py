@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class _Integers(ctypes.Structure):
         return {name: getattr(self, name) for name, _ in self._fields_}
 
 
-class _Params(ctypes.Structure):
+class Params(ctypes.Structure):
     """params.h: DecodeParams."""
 
     _fields_ = (
@@ -151,6 +152,7 @@ class HostKernel:
     """The launcher and the kernels of one specialisation."""
 
     library: ctypes.CDLL
+    params_type: type[Params] = Params
     _devices: dict[Room, int] = field(default_factory=dict)
 
     def _device_of(self, room: Room) -> int:
@@ -161,10 +163,10 @@ class HostKernel:
             self.library.set_device(device, told)
         return self._devices[room]
 
-    def params_of(self, problem: Problem) -> _Params:
+    def params_of(self, problem: Problem) -> Params:
         """What the binding hands to the launcher, outputs excepted."""
         spec, t = problem.spec, problem.tensors
-        params = _Params(batch=len(t["q"]), num_kv_heads=spec.num_kv_heads, page_size=spec.page_size)
+        params = self.params_type(batch=len(t["q"]), num_kv_heads=spec.num_kv_heads, page_size=spec.page_size)
         for name in ("q", "k_cache", "v_cache", "kv_indptr", "kv_indices"):
             setattr(params, name, t[name].data_ptr())
         for name in ("kv_last_page_len", "k_scale", "v_scale"):
@@ -280,8 +282,22 @@ class _Watched:
             assert (ends == _POISON).all(), "memory beside the outputs is written"
 
 
-def build_host_kernel(spec: DecodeSpec, folder: Path, sources: Path = KERNEL) -> HostKernel:
-    """Compiles the specialisation of `spec` in `folder`, which must be empty."""
+def build_host_kernel(
+    spec: DecodeSpec,
+    folder: Path,
+    sources: Path = KERNEL,
+    params_type: type[Params] = Params,
+    changes: Sequence[tuple[str, str, str]] = (),
+) -> HostKernel:
+    """Compiles the specialisation of `spec` in `folder`, which must be empty.
+
+    Parameters
+    ----------
+    sources : Path
+        Of the kernel; a variant's may have parameters of their own (`params_type`).
+    changes : sequence of (file, text, replacement)
+        In what stands in for the GPU, or in the sources' edits for the host; each text is there once.
+    """
     for pattern in ("*.cu", "*.cuh", "*.h"):
         for source in sources.glob(pattern):
             text = source.read_text()
@@ -294,14 +310,18 @@ def build_host_kernel(spec: DecodeSpec, folder: Path, sources: Path = KERNEL) ->
     (folder / "specialisation.h").write_text(template.render(spec=spec))
     for source in HOST_GPU.iterdir():
         (folder / source.name).write_text(source.read_text())
+    for name, wanted, replacement in changes:
+        text = (folder / name).read_text()
+        assert text.count(wanted) == 1, f"{name}: {wanted} found {text.count(wanted)} times, wanted once"
+        (folder / name).write_text(text.replace(wanted, replacement))
     # Fibers jump between stacks, which a fortified longjmp takes for an attack.
     flags = ["-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
     command = [find_cxx(), *flags, f"-I{HOST_RUNTIME}", folder / "launch.cpp", "-o", folder / "kernel.so"]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(folder / "kernel.so"))
     loaded.launch.restype = loaded.find_requests.restype = ctypes.c_char_p
-    assert loaded.params_bytes() == ctypes.sizeof(_Params), "params.h and _Params differ"
-    return HostKernel(loaded)
+    assert loaded.params_bytes() == ctypes.sizeof(params_type), "params.h and Params differ"
+    return HostKernel(loaded, params_type)
 
 
 def check_kernel(

@@ -11,6 +11,7 @@ from functools import cache
 
 from kernel_edits import Edit, before, constants
 from kernel_knobs import VARIANT, knob_edits
+from kernel_waits import WAITING
 
 NUMBERS: dict[str, tuple[str, ...]] = {
     # How large clusters grow, and when requests stay whole.
@@ -137,6 +138,8 @@ _NAMED: dict[str, list[Edit]] = {
         ("choose.h", "window || slots_an_sm(s, room) >= kPairSlots ?", "slots_an_sm(s, room) >= kPairSlots ?")
     ],
     "merges of 16": [("merge_blocks.cuh", "kBatch = kQuads > 1 ? 4 : 8;", "kBatch = kQuads > 1 ? 4 : 16;")],
+    # The last part of a request waits for the others' partials where all run at once.
+    "waiting merges": WAITING,
     "pairs of 16 bits": [("tuning.cuh", "kRowBytes <= 128;", "kWarps == 4;")],
     "2 warps": _block("2", "2", "6"),
     "3 warps": [*_block("3", "2", "4"), _PAIRS_NEVER],
