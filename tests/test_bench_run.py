@@ -109,7 +109,7 @@ def test_the_budget_stops_between_cases_and_resume_ends_the_work(tmp_path):
 
 
 def test_a_budget_that_is_too_small_begins_with_the_telling_cases(tmp_path):
-    report = bench(tmp_path / "x.jsonl", grid.regimes(), minutes=0.5, clock=Clock(0.5))
+    report = bench(tmp_path / "x.jsonl", grid.regimes(), minutes=0.3, clock=Clock(0.5))
     done = list(dict.fromkeys(r.the_case() for r in report.rows))
     telling = set(grid.smoke()) & set(grid.regimes())
     assert report.left and set(done[: len(telling)]) == telling
