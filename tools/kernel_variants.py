@@ -140,6 +140,19 @@ _NAMED: dict[str, list[Edit]] = {
     "merges of 16": [("merge_blocks.cuh", "kBatch = kQuads > 1 ? 4 : 8;", "kBatch = kQuads > 1 ? 4 : 16;")],
     # The last part of a request waits for the others' partials where all run at once.
     "waiting merges": WAITING,
+    # A store of 8 bytes in the place of two that the compiler makes of it.
+    "whole stores": [
+        (
+            "merge.cuh",
+            "*reinterpret_cast<uint2*>(out + (k * kRowLanes + lane) * 4) =\n          make_uint2(",
+            "__stcg(reinterpret_cast<uint2*>(out + (k * kRowLanes + lane) * 4),\n          make_uint2(",
+        ),
+        (
+            "merge.cuh",
+            "pack_pair<kQueryIsHalf>(o[k].z * factor, o[k].w * factor));",
+            "pack_pair<kQueryIsHalf>(o[k].z * factor, o[k].w * factor)));",
+        ),
+    ],
     "pairs of 16 bits": [("tuning.cuh", "kRowBytes <= 128;", "kWarps == 4;")],
     "2 warps": _block("2", "2", "6"),
     "3 warps": [*_block("3", "2", "4"), _PAIRS_NEVER],
